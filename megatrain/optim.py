@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain import native
 
-_CHUNK = 1 << 20  # elements: bounds the temporaries of the torch operations to a few MiB
+_CHUNK = 1 << 18  # elements: a temporary of the torch operations takes 1 MiB
 
 
 @dataclass(frozen=True)
