@@ -1,0 +1,29 @@
+"""A Hugging Face model as layers and a shell, without knowing its class."""
+
+from megatrain.anatomy.arithmetic import Arithmetic, arithmetic
+from megatrain.anatomy.calls import Tape, backward, forward, send_back_collected, shell_gradients
+from megatrain.anatomy.check import check
+from megatrain.anatomy.model import IGNORED, Anatomy, chunks, shifted
+from megatrain.anatomy.rng import RandomState
+from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
+
+__all__ = [
+    "IGNORED",
+    "Anatomy",
+    "Arithmetic",
+    "Dtypes",
+    "RandomState",
+    "Tape",
+    "Unit",
+    "UnsupportedModelError",
+    "arithmetic",
+    "backward",
+    "check",
+    "chunks",
+    "decayed_parameters",
+    "forward",
+    "kept_in_float32",
+    "send_back_collected",
+    "shell_gradients",
+    "shifted",
+]

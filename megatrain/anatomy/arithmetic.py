@@ -1,0 +1,76 @@
+"""What a model's arithmetic amounts to per token, for throughput figures: read off its tensors and its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatrain.anatomy.structure import LayerStack
+from megatrain.trace import causal_area, model_flops
+
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """active_parameters: of matrix products that one token meets. windows: per attention layer, None = full."""
+
+    active_parameters: int
+    heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+    def flops(self, sequence_lengths: Iterable[int]) -> int:
+        """Model FLOPs of a training step over sequences of these lengths (padding not counted)."""
+        lengths = list(sequence_lengths)
+        return model_flops(
+            tokens=sum(lengths),
+            active_parameters=self.active_parameters,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            attention_area=sum(causal_area(length, window) for length in lengths for window in self.windows),
+        )
+
+
+def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
+    """Count a model. Linear-attention and state-space layers count with their projections only."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    width = int(getattr(config, "hidden_size", None) or 0)
+    head_dim = int(getattr(config, "head_dim", None) or (width // heads if heads else 0))
+    share = active_expert_share(config)
+    inside = sum(
+        p.numel() * (share if _EXPERTS.search(name) else 1.0)
+        for name, p in stack.container.named_parameters()
+        if p.ndim >= 2
+    )
+    return Arithmetic(int(inside) + _head_parameters(model), heads, head_dim, _windows(config, len(stack.container)))
+
+
+def active_expert_share(config: Any) -> float:
+    """Experts that a token is sent to ÷ all experts; 1 for a dense model."""
+    chosen = next((n for k in ("num_experts_per_tok", "top_k_experts", "moe_topk") if (n := _count(config, k))), 0)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for k in names if (n := _count(config, k))), 0)
+    return chosen / experts if chosen and experts else 1.0
+
+
+def _count(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _head_parameters(model: nn.Module) -> int:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return 0 if head is None or getattr(head, "weight", None) is None else int(head.weight.numel())
+
+
+def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    attention = [kind for kind in kinds if kind in ("full_attention", "sliding_attention")]
+    return tuple(window if kind == "sliding_attention" else None for kind in attention)

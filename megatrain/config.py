@@ -1,0 +1,149 @@
+"""What a user may choose: frozen dataclasses, validated once at the door.
+
+Inner functions take plain values, so nothing below this module repeats a check made here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Device = Literal["auto", "cuda", "cpu"]
+Dtype = Literal["bfloat16", "float32"]
+OptimizerOverlap = Literal["forward", "backward", "none"]
+Auto = Literal["auto"]
+
+
+def _require(condition: bool, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{rule}; got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_prefetch_depth(depth: int) -> None:
+    """Raise ValueError unless `depth` is a whole number ≥ 0 (checked here and wherever it can change)."""
+    _require(
+        _is_int(depth) and depth >= 0,
+        "prefetch_depth must be a whole number ≥ 0 (1 = double buffering)",
+        depth,
+    )
+
+
+def check_grad_buffers(count: int) -> None:
+    """Raise ValueError unless `count` is a whole number ≥ 1."""
+    _require(_is_int(count) and count >= 1, "grad_buffers must be a whole number ≥ 1", count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a model streams.
+
+    device: "auto" takes CUDA where there is a card, else the CPU lanes.
+    dtype: what is streamed and computed in. "bfloat16" keeps an exact fp32 master beside it.
+    micro_batch_size: sequences per layer visit; None = the whole batch at once.
+    prefetch_depth: layers loaded ahead of compute; 0 = none, 1 = double buffering.
+    grad_buffers: device buffers that hold a layer's gradient until it has left.
+    resident_layers: further layers whose weights stay on the device from forward to backward;
+        "auto" fills the device memory that the plan leaves over.
+    offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
+    loss_chunk_tokens: tokens whose logits exist at one time.
+    optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
+        gradient lands (only without clipping); "none" = a step returns when its updates are applied.
+    moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
+    device_memory_bytes: what the engine may hold on the device; None = what is free.
+    """
+
+    device: Device = "auto"
+    dtype: Dtype = "bfloat16"
+    micro_batch_size: int | None = None
+    prefetch_depth: int = 1
+    grad_buffers: int = 2
+    resident_layers: int | Auto = 0
+    offload_activations: bool | Auto = "auto"
+    loss_chunk_tokens: int = 1024
+    optimizer_overlap: OptimizerOverlap = "forward"
+    moments_dtype: Dtype = "float32"
+    device_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.device in get_args(Device), f"device must be one of {get_args(Device)}", self.device)
+        _require(self.dtype in get_args(Dtype), f"dtype must be one of {get_args(Dtype)}", self.dtype)
+        _require(
+            self.micro_batch_size is None or (_is_int(self.micro_batch_size) and self.micro_batch_size >= 1),
+            "micro_batch_size must be a whole number ≥ 1, or None for the whole batch",
+            self.micro_batch_size,
+        )
+        check_prefetch_depth(self.prefetch_depth)
+        check_grad_buffers(self.grad_buffers)
+        _require(
+            self.resident_layers == "auto" or (_is_int(self.resident_layers) and self.resident_layers >= 0),
+            'resident_layers must be a whole number ≥ 0 or "auto"',
+            self.resident_layers,
+        )
+        _require(
+            self.offload_activations == "auto" or isinstance(self.offload_activations, bool),
+            'offload_activations must be True, False or "auto"',
+            self.offload_activations,
+        )
+        _require(
+            _is_int(self.loss_chunk_tokens) and self.loss_chunk_tokens >= 1,
+            "loss_chunk_tokens must be a whole number ≥ 1",
+            self.loss_chunk_tokens,
+        )
+        _require(
+            self.optimizer_overlap in get_args(OptimizerOverlap),
+            f"optimizer_overlap must be one of {get_args(OptimizerOverlap)}",
+            self.optimizer_overlap,
+        )
+        _require(
+            self.moments_dtype in get_args(Dtype),
+            f"moments_dtype must be one of {get_args(Dtype)}",
+            self.moments_dtype,
+        )
+        _require(
+            self.device_memory_bytes is None or (_is_int(self.device_memory_bytes) and self.device_memory_bytes > 0),
+            "device_memory_bytes must be a positive number of bytes, or None for what is free",
+            self.device_memory_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101), as in torch.optim.AdamW.
+
+    weight_decay applies to the parameters that the Hugging Face Trainer would decay: not to biases or norms.
+    max_grad_norm: global 2-norm to which gradients are clipped; None = off.
+    """
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.lr) and self.lr >= 0, "lr must be a finite number ≥ 0", self.lr)
+        _require(
+            len(self.betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in self.betas),
+            "betas must be two numbers in [0, 1)",
+            self.betas,
+        )
+        _require(_is_number(self.eps) and self.eps > 0, "eps must be a finite number > 0", self.eps)
+        _require(
+            _is_number(self.weight_decay) and self.weight_decay >= 0,
+            "weight_decay must be a finite number ≥ 0",
+            self.weight_decay,
+        )
+        _require(
+            self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
+            "max_grad_norm must be a finite number > 0, or None for no clipping",
+            self.max_grad_norm,
+        )

@@ -1,0 +1,492 @@
+"""StreamingEngine: trains a Hugging Face model whose weights live in host memory, layer by layer.
+
+It equals ordinary PyTorch training of the same model with AdamW and global gradient clipping. See README.md
+for the pipeline; `schedule` for the order of operations, `executor` for what each one does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+
+from megatrain import anatomy as parts
+from megatrain.activations import OffloadedInputs
+from megatrain.batch import Batch, make_batch
+from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.control import Control, Knobs, Position
+from megatrain.executor import Executor, NonFiniteError, StepState
+from megatrain.host import HostLayer, HostShape, HostStore
+from megatrain.lanes import LaneError
+from megatrain.layout import Layout
+from megatrain.memory import DeviceBytes, StepSize, device_bytes
+from megatrain.optim import join, native_available, split
+from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
+from megatrain.trace import Marker, Recorder, StepRecord
+from megatrain.update import Hyperparameters
+
+log = logging.getLogger("megatrain")
+
+HOST_SLABS = 3  # host gradient slabs where updates follow each gradient: one landing, one updating, one between
+STEPS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds how late a pause can take effect
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    loss: the model's loss, mean over the predicted tokens of the global batch (with a router balancing loss where
+    the model's configuration asks for one, as Hugging Face's `.loss`; that part alone is `balancing_loss`).
+    grad_norm: global 2-norm before clipping. tokens: predicted tokens. skipped: why nothing was applied, or None.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    balancing_loss: float = 0.0
+    skipped: str | None = None
+
+
+class StreamingEngine:
+    """Streams a causal language model through a device, exactly.
+
+    model: a Hugging Face decoder-only causal LM on the CPU. The engine takes its tensors over: until `close` the
+    model must not be called; after it, it is the trained model again.
+    Raises UnsupportedModelError (a ValueError) for a model it could not train exactly.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig | None = None, optimizer: AdamWConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.optimizer = optimizer or AdamWConfig()
+        self.lr = self.optimizer.lr
+        self._device = _device(self.config.device)
+        self._clipping = self.optimizer.max_grad_norm is not None
+        self._update_in_backward = self.config.optimizer_overlap == "backward"
+        if self._update_in_backward and self._clipping:
+            raise ValueError(
+                'optimizer_overlap="backward" applies a gradient before the global norm is known; set '
+                'max_grad_norm=None, or optimizer_overlap="forward"'
+            )
+        self.recorder = Recorder()
+        self.model = model
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._step = 0
+        self._size: StepSize | None = None
+        self._offloaded: OffloadedInputs | None = None
+        self._names = list(model.state_dict())
+        self._take_apart(model)
+        self._schedule = Schedule(
+            layers=len(self._layouts),
+            trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
+            shell_trained=bool(self._shell_layout.trained),
+            update_in_backward=self._update_in_backward,
+            slabs=HOST_SLABS,
+        )
+        resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
+        self._knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
+        self._budget_bytes = self._device_budget()
+        self._executor = Executor(
+            self._anatomy,
+            self._layouts,
+            self._shell_layout,
+            self._host,
+            self._device,
+            self.recorder,
+            self.config.loss_chunk_tokens,
+        )
+        self.control = Control(self._knobs, self._require_room)
+        try:
+            self._require_room(self._knobs)
+        except ValueError:
+            self.close()
+            raise
+
+    # ---- construction ----
+
+    def _take_apart(self, model: Any) -> None:
+        """Check the model, then move its tensors into host arenas."""
+        model.to("cpu")
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            model.gradient_checkpointing_disable()  # the engine recomputes each layer itself
+        native_available()  # compile now rather than in the middle of the first step
+        self._anatomy = parts.Anatomy(model)
+        parts.check(self._anatomy)
+        self._arithmetic = parts.arithmetic(model, self._anatomy.stack)
+        self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
+        if not any(layout.trained for layout in [self._shell_layout, *self._layouts]):
+            raise ValueError("no parameter requires a gradient; set requires_grad on what is to be trained")
+        self._host = HostStore(
+            self._layouts, self._shell_layout, host_shape(self.config), pin=self._device.type == "cuda"
+        )
+        for unit, host in self._units():
+            _take_over(unit, host)
+
+    def _units(self) -> Iterator[tuple[parts.Unit, HostLayer]]:
+        yield self._anatomy.shell, self._host.shell
+        yield from zip(self._anatomy.units, self._host.layers, strict=True)
+
+    def _device_budget(self) -> int:
+        if self.config.device_memory_bytes is not None:
+            return self.config.device_memory_bytes
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return int(psutil.virtual_memory().available)  # the device arena is host memory here
+
+    # ---- room on the device ----
+
+    def _device_bytes(self, knobs: Knobs, *, offload: bool) -> DeviceBytes:
+        size = self._size or StepSize(tokens=0, micro_batches=1, token_bytes=0)
+        return device_bytes(self._layouts, self._shell_layout, knobs, size, offload=offload)
+
+    def _require_room(self, knobs: Knobs) -> None:
+        offload = self.config.offload_activations is not False
+        needs = self._device_bytes(knobs, offload=offload)
+        if needs.total > self._budget_bytes:
+            raise ValueError(
+                f"prefetch_depth={knobs.prefetch_depth}, grad_buffers={knobs.grad_buffers} and "
+                f"resident_layers={knobs.resident_layers} need {needs.total / 1e6:,.1f} MB on the device "
+                f"({needs.weight_slots / 1e6:,.1f} for weights, {needs.gradient_buffers / 1e6:,.1f} for gradients, "
+                f"{needs.saved_inputs / 1e6:,.1f} for saved inputs), which has {self._budget_bytes / 1e6:,.1f} MB; "
+                "lower them, or the batch"
+            )
+
+    def _prepare_size(self, batch: Batch) -> bool:
+        """Settle what depends on the batch's size; returns whether saved inputs go to the host."""
+        config: Any = self.model.config.get_text_config()
+        token_bytes = int(config.hidden_size) * getattr(torch, self.config.dtype).itemsize
+        size = StepSize(batch.shape[0] * batch.shape[1], len(batch.parts), token_bytes)
+        changed, self._size = size != self._size, size
+        knobs = self.control.knobs
+        offload = self.config.offload_activations
+        if offload == "auto":
+            offload = self._device_bytes(knobs, offload=False).total > self._budget_bytes
+        if changed:
+            self._require_room(knobs)
+            if self.config.resident_layers == "auto":
+                self._fill_with_resident_layers(knobs, offload=offload)
+        return offload
+
+    def _fill_with_resident_layers(self, knobs: Knobs, *, offload: bool) -> None:
+        """On a CPU the device arena is host memory, where keeping a second copy would only cost."""
+        if self._device.type == "cpu" and self.config.device_memory_bytes is None:
+            return
+        bare = Knobs(knobs.prefetch_depth, knobs.grad_buffers, 0)
+        room = self._budget_bytes - self._device_bytes(bare, offload=offload).total
+        slot = self._device_bytes(bare, offload=offload).weight_slots // min(bare.weight_slots, len(self._layouts))
+        self.control.set_resident_layers(min(max(0, room // slot), len(self._layouts)))
+
+    # ---- one step ----
+
+    def step(self, batch: dict[str, torch.Tensor]) -> StepResult:
+        """Train on one global batch: forward, backward and an optimizer step.
+
+        batch: input_ids and labels (B, T) int64 (-100 = ignored; Hugging Face's shift is applied here), and
+        optionally attention_mask or position_ids (B, T). Raises ValueError for a batch that cannot be trained on,
+        NonFiniteError if the loss or the gradient norm is (nothing is applied), LaneError if a lane failed.
+        """
+        self._require_usable()
+        cut = make_batch(dict(batch), self.config.micro_batch_size, self._vocabulary())
+        start_s = self.recorder.now()
+        if cut.tokens == 0:
+            return self._skip(cut, start_s)
+        offload = self._prepare_size(cut)
+        self.control.begin_step()
+        state: StepState | None = None
+        try:
+            state = self._begin(cut, offload=offload)
+            result = self._run(state)
+            self._record_step(cut, start_s, result)
+            return result
+        except LaneError as error:
+            self._failure = error
+            raise
+        finally:
+            if state is not None and self._failure is None:
+                self._executor.end(state)
+            self.control.end_step()
+
+    def _vocabulary(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def _skip(self, batch: Batch, start_s: float) -> StepResult:
+        reason = "every label is -100: there is no token to predict, so nothing was applied"
+        log.warning("step %d skipped: %s", self._step, reason)
+        result = StepResult(loss=float("nan"), grad_norm=0.0, tokens=0, skipped=reason)
+        self._record_step(batch, start_s, result)
+        return result
+
+    def _begin(self, batch: Batch, *, offload: bool) -> StepState:
+        shape = StepShape(
+            micro_batches=len(batch.parts),
+            offload=offload,
+            backward_from=self._backward_from,
+            shell_backward=bool(self._shell_layout.trained),
+        )
+        return self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
+
+    @property
+    def _backward_from(self) -> int:
+        """The lowest layer at which something is trained; the shell's embeddings lie below all of them."""
+        if self._shell_layout.trained:
+            return 0
+        return min(self._schedule.trained)
+
+    def _offload_arena(self, batch: Batch) -> OffloadedInputs:
+        assert self._size is not None
+        part = self.config.micro_batch_size or batch.shape[0]
+        part_bytes = part * batch.shape[1] * self._size.token_bytes
+        if self._offloaded is None or not self._offloaded.fits(len(batch.parts), part_bytes):
+            if self._offloaded is not None:
+                self._offloaded.close()
+            pin = self._device.type == "cuda"
+            self._offloaded = OffloadedInputs(len(self._layouts), len(batch.parts), part_bytes, pin=pin)
+        return self._offloaded
+
+    def _run(self, state: StepState) -> StepResult:
+        norm: Op | None = None
+        visited: list[int] = []  # the last compute operation of each layer visit so far
+
+        def knobs_at(visit: Visit) -> Knobs:
+            """Between two layers: let the device catch up, then let the user have a say."""
+            if latest is not None:
+                visited.append(latest)
+            if len(visited) >= STEPS_IN_FLIGHT:
+                self._executor.wait(visited[-STEPS_IN_FLIGHT])
+            knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer))
+            self._tell_changes(knobs, state.number, visit.layer)
+            return knobs
+
+        latest: int | None = None
+        in_backward = Hyperparameters(self.optimizer, self.lr, grad_scale=1.0)
+        for op in self._schedule.step(state.shape, knobs_at):
+            self._executor.issue(state, op, in_backward)
+            if op.lane == "compute":
+                latest = op.number
+            if op.kind is Kind.NORM:
+                norm = op
+        assert norm is not None
+        return self._apply(state, norm)
+
+    def _tell_changes(self, knobs: Knobs, step: int, layer: int) -> None:
+        """Mark in the record where a changed knob took effect."""
+        for name in ("prefetch_depth", "grad_buffers", "resident_layers"):
+            old, new = getattr(self._knobs, name), getattr(knobs, name)
+            if old != new:
+                self.recorder.add(Marker(self.recorder.now(), name, old, new, step, layer))
+        self._knobs = knobs
+
+    def _apply(self, state: StepState, norm: Op) -> StepResult:
+        """Read loss and norm, refuse what is not finite, and let the optimizer loose."""
+        self._executor.wait(norm.number)
+        assert state.result is not None
+        loss, balancing, grad_norm = state.result.tolist()
+        self._require_finite(loss, grad_norm)
+        numbers = Hyperparameters(self.optimizer, self.lr, self._clip_factor(grad_norm))
+        for op in self._schedule.updates():
+            self._executor.issue(state, op, numbers)
+        self._step += 1
+        if self.config.optimizer_overlap == "none":
+            self._executor.wait_all()
+        return StepResult(loss, grad_norm, state.batch.tokens, balancing)
+
+    def _clip_factor(self, grad_norm: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_, in float32."""
+        if self.optimizer.max_grad_norm is None:
+            return 1.0
+        factor = self.optimizer.max_grad_norm / (torch.tensor(grad_norm, dtype=torch.float32) + 1e-6)
+        return float(factor.clamp(max=1.0))
+
+    def _require_finite(self, loss: float, grad_norm: float) -> None:
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not torch.isfinite(torch.tensor(value)):
+                raise NonFiniteError(
+                    f"the {name} of step {self._step} is {value}; "
+                    + (
+                        "some updates may already have been applied (optimizer_overlap='backward'); go back to a "
+                        "saved model"
+                        if self._update_in_backward
+                        else "nothing was applied. Look at the batch, or lower the learning rate"
+                    )
+                )
+
+    def _record_step(self, batch: Batch, start_s: float, result: StepResult) -> None:
+        self.recorder.add(
+            StepRecord(
+                step=self._step - (result.skipped is None),
+                start_s=start_s,
+                end_s=self.recorder.now(),
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=self.lr,
+                tokens=result.tokens,
+                sequence_tokens=batch.sequence_tokens,
+                flops=self._arithmetic.flops(batch.sequence_lengths),
+                prefetch_depth=self._knobs.prefetch_depth,
+                micro_batches=len(batch.parts),
+                skipped=result.skipped,
+            )
+        )
+
+    # ---- knobs ----
+
+    def set_prefetch_depth(self, depth: int) -> None:
+        """Load `depth` layers ahead, from the next layer on. From any thread; ValueError if it does not fit."""
+        self.control.set_prefetch_depth(depth)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most bytes held on the device so far: by torch's allocator on CUDA, by the arena on a CPU."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return self._executor.ledger.peak_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that the engine itself holds on the device now."""
+        return self._executor.ledger.held_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes registered with CUDA."""
+        return self._host.pinned_bytes + (self._offloaded.pinned_bytes if self._offloaded else 0)
+
+    # ---- reading the model ----
+
+    def flush(self) -> None:
+        """Wait until all pending updates are applied; what reads weights calls this first."""
+        self._require_usable()
+        try:
+            self._executor.wait_all()
+        except LaneError as error:
+            self._failure = error
+            raise
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors under their Hugging Face names: the fp32 master where there is one."""
+        self.flush()
+        found: dict[str, torch.Tensor] = {}
+        for unit, host in self._units():
+            tensors = {e.name: _master(host, e.name) for e in host.layout.entries}
+            for name, tensor in unit.with_aliases(tensors).items():
+                found[unit.prefix + name] = tensor
+        with self._whole_model():
+            rest = {name: t for name, t in self.model.state_dict().items() if name not in found}
+        return {name: found[name] if name in found else rest[name].cpu().clone() for name in self._names}
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Save in Hugging Face's format, in the streamed dtype. Files appear in `folder` only when all are written."""
+        self.flush()
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+        try:
+            with self._whole_model():
+                self.model.save_pretrained(part)
+            for file in sorted(part.iterdir()):
+                os.replace(file, target / file.name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """Within, the model has its layers again and all its parameters are the host's."""
+        self._anatomy.stubbed.restore()
+        self._anatomy.shell.bind(self._shell_layout.views(self._host.shell.weights))
+        try:
+            yield
+        finally:
+            self._executor.prepare_model()
+
+    # ---- life cycle ----
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._failure is not None:
+            raise RuntimeError(
+                "the engine failed earlier and its state is not known to be whole; make a new one from a saved model"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Apply what is pending, end the lanes, and give the model its layers and weights back."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._failure is None:
+                self._executor.wait_all()
+        finally:
+            self._executor.close()
+            self._anatomy.stubbed.restore()
+            self._anatomy.shell.bind(self._shell_layout.views(self._host.shell.weights))
+            self.model.to("cpu")
+            self._host.close()
+            if self._offloaded is not None:
+                self._offloaded.close()
+
+    def __enter__(self) -> StreamingEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError('device="cuda", but torch finds no CUDA device; use "auto" or "cpu"')
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def layouts_of(anatomy: parts.Anatomy, compute: torch.dtype) -> tuple[list[Layout], Layout]:
+    """The layout of every layer and of the shell, for a streamed dtype."""
+    dtypes = parts.Dtypes(compute, tuple(parts.kept_in_float32(anatomy.model)))
+    decayed = parts.decayed_parameters(anatomy.model)
+    layouts = [Layout.of(unit.specs(dtypes, decayed)) for unit in anatomy.units]
+    return layouts, Layout.of(anatomy.shell.specs(dtypes, decayed))
+
+
+def host_shape(config: EngineConfig) -> HostShape:
+    """What the host keeps per parameter with this configuration."""
+    return HostShape(
+        split=config.dtype == "bfloat16",
+        moment_bytes=4 if config.moments_dtype == "float32" else 2,
+        keep_gradients=config.optimizer_overlap != "backward",
+        slabs=HOST_SLABS,
+    )
+
+
+def _take_over(unit: parts.Unit, host: HostLayer) -> None:
+    """Copy a unit's tensors into the host's flat arrays, and let the unit look at them there."""
+    sources = unit.parameters | unit.buffers
+    for entry in host.layout.entries:
+        source = sources[entry.name].detach()
+        target = entry.view(host.weights)
+        if host.low is not None and entry.spec.trained and entry.spec.dtype == torch.bfloat16:
+            low = host.low[entry.element : entry.element + entry.spec.numel]
+            split(source.float().contiguous().view(-1), target.view(-1), low)
+        else:
+            target.copy_(source)
+    unit.bind(host.layout.views(host.weights))
+
+
+def _master(host: HostLayer, name: str) -> torch.Tensor:
+    entry = next(entry for entry in host.layout.entries if entry.name == name)
+    weights = entry.view(host.weights)
+    if host.low is None or not entry.spec.trained or entry.spec.dtype != torch.bfloat16:
+        return weights.clone()
+    low = host.low[entry.element : entry.element + entry.spec.numel]
+    return join(weights.reshape(-1), low).view(entry.spec.shape)

@@ -1,0 +1,409 @@
+"""Turns the operations of a schedule into work on lanes: the one place where order meets tensors.
+
+Each kind of operation has one method that runs on its lane's thread. The method reads and writes only what
+the operation names, so that the proof in `hazards` is about this code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from megatrain import anatomy as parts
+from megatrain.activations import OffloadedInputs, SavedInputs
+from megatrain.batch import Batch
+from megatrain.gradients import GradientSum
+from megatrain.host import HostLayer, HostStore
+from megatrain.lanes import Done, Label, Lanes, Stream
+from megatrain.layout import Layout
+from megatrain.loss import head
+from megatrain.memory import gradient_buffer_bytes, slot_bytes, sum_bytes
+from megatrain.schedule import SHELL, Kind, Op, StepShape
+from megatrain.slots import BufferPool, Ledger, gradient_states, weight_states
+from megatrain.trace import Recorder, Span
+from megatrain.update import Hyperparameters, bytes_touched, update_layer
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient norm is infinite or not a number; it was not applied."""
+
+
+@dataclass
+class StepState:
+    """What the operations of one step hand to each other. Each item is written on one lane, read after a wait."""
+
+    number: int
+    batch: Batch
+    shape: StepShape
+    offloaded: OffloadedInputs | None
+    shell_sum: GradientSum
+    tapes: dict[int, parts.Tape] = field(default_factory=dict)
+    output_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch
+    random_states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    balancing: list[torch.Tensor] = field(default_factory=list)
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
+    present: dict[int | None, set[str]] = field(default_factory=dict)  # parameters that got a gradient
+    layer_sum: GradientSum | None = None
+    result: torch.Tensor | None = None  # loss, balancing loss and gradient norm, float64, on the host
+
+
+class Executor:
+    """Executes operations for one model on one device."""
+
+    def __init__(
+        self,
+        anatomy: parts.Anatomy,
+        layouts: list[Layout],
+        shell: Layout,
+        host: HostStore,
+        device: torch.device,
+        recorder: Recorder,
+        loss_chunk_tokens: int,
+    ) -> None:
+        self._anatomy = anatomy
+        self._layouts = layouts
+        self._host = host
+        self._device = device
+        self._recorder = recorder
+        self._loss_chunk_tokens = loss_chunk_tokens
+        self._lanes = Lanes.on(device, recorder)
+        self._dones: dict[int, Done] = {}
+        self._random = parts.RandomState(device)
+        self.ledger = Ledger()
+        self.saved = SavedInputs(self.ledger)
+        self.weights = BufferPool("weights", slot_bytes(layouts), device, self.ledger, recorder)
+        self.gradients = BufferPool("gradients", gradient_buffer_bytes(layouts), device, self.ledger, recorder)
+        self._shell_layout = shell
+        self._shell_weights = self._allocate(shell.nbytes)
+        self._shell_gradient = self._allocate(shell.trained_nbytes)
+        self._shell_sums = self._sums(sum_bytes(shell, parts=2))
+        self._layer_sums: torch.Tensor | None = None
+        self._trained = [frozenset(entry.name for entry in layout.trained) for layout in layouts]
+        self._shell_trained = {e.name: anatomy.shell.parameters[e.name] for e in shell.trained}
+        self._parameter_order = [name for name, p in anatomy.model.named_parameters() if p.requires_grad]
+        self.prepare_model()
+        self._work: dict[Kind, Callable[[StepState, Op, Stream], int]] = {
+            Kind.LOAD: self._load,
+            Kind.RECORD: self._record,
+            Kind.FORWARD: self._forward,
+            Kind.OFFLOAD: self._offload,
+            Kind.FETCH: self._fetch,
+            Kind.HEAD: self._head,
+            Kind.BACKWARD: self._backward,
+            Kind.NORM: self._norm,
+            Kind.UNLOAD: self._unload,
+        }
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self.ledger.hold(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _sums(self, nbytes: int) -> torch.Tensor | None:
+        return self._allocate(nbytes).view(torch.float32) if nbytes else None
+
+    def prepare_model(self) -> None:
+        """Hollow the model out, and let its shell look into the device's copy."""
+        self._anatomy.stubbed.hollow_out()
+        self._anatomy.model.to(self._device)
+        self._anatomy.move_constants(self._device)
+        self._anatomy.shell.bind(self._shell_layout.views(self._shell_weights))
+
+    # ---- between steps ----
+
+    def begin(self, number: int, batch: Batch, shape: StepShape, offloaded: OffloadedInputs | None) -> StepState:
+        """Prepare a step; nothing runs yet."""
+        widest = max(sum_bytes(layout, shape.micro_batches) for layout in self._layouts)
+        if widest and self._layer_sums is None:
+            self._layer_sums = self._sums(widest)
+        shell_sum = GradientSum(self._shell_layout, self._shell_gradient, self._shell_sums)
+        return StepState(number, batch, shape, offloaded, shell_sum)
+
+    def wait(self, number: int) -> None:
+        """Block until an operation is complete; LaneError if it failed."""
+        done = self._dones.get(number)
+        if done is not None:
+            done.wait()
+
+    def wait_all(self) -> None:
+        """Block until every operation issued so far is complete; then forget them."""
+        for done in list(self._dones.values()):
+            done.wait()
+        self._dones.clear()
+        self._lanes.record_spans()
+
+    def forget_complete(self) -> None:
+        """Drop what need not be waited for any more, so that a long run does not grow."""
+        self._lanes.record_spans()
+        self._dones = {number: done for number, done in self._dones.items() if not done.complete}
+
+    def end(self, state: StepState) -> None:
+        """Let go of what a step held, also when it failed half-way."""
+        self.saved.clear()
+        state.tapes.clear()
+        for gradient in state.output_gradients.values():
+            self.ledger.release(gradient.nbytes)
+        state.output_gradients.clear()
+        self.forget_complete()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+    # ---- issuing ----
+
+    def issue(self, state: StepState, op: Op, numbers: Hyperparameters | None = None) -> None:
+        """Hand an operation to its lane, behind the operations it waits for."""
+        if op.lane == "engine":
+            self._resize(state, op)
+            return
+        if op.kind is Kind.UPDATE:
+            assert numbers is not None
+            work = partial(self._update, state, op, numbers)
+        else:
+            work = partial(self._work[op.kind], state, op)
+        waits = [self._dones[number] for number in op.waits if number in self._dones]
+        self._dones[op.number] = self._lanes[op.lane].submit(work, waits, self._label(state, op))
+
+    def _label(self, state: StepState, op: Op) -> Label:
+        def tell_buffers(span: Span) -> None:
+            if op.slot is not None:
+                self.weights.tell(op.slot, weight_states(op, spent=self._spent(state, op)), span)
+            if op.buffer is not None:
+                self.gradients.tell(op.buffer, gradient_states(op), span)
+
+        on_span = tell_buffers if op.slot is not None or op.buffer is not None else None
+        slot = op.slot if op.slot is not None else op.buffer
+        return Label(op.kind.value, state.number, op.layer, op.micro_batch, slot, on_span)
+
+    def _spent(self, state: StepState, op: Op) -> bool:
+        """After its last backward a trained layer's weights on the device are out of date."""
+        last = op.micro_batch == state.shape.micro_batches - 1
+        return op.kind is Kind.BACKWARD and op.buffer is not None and last
+
+    def _resize(self, state: StepState, op: Op) -> None:
+        pool, number = (self.weights, op.slot) if op.slot is not None else (self.gradients, op.buffer)
+        assert number is not None
+        if op.kind is Kind.ADD:
+            pool.add(number, state.number)
+            return
+        for wait in op.waits:
+            self.wait(wait)
+        pool.remove(number, state.number)
+
+    # ---- h2d ----
+
+    def _load(self, state: StepState, op: Op, stream: Stream) -> int:
+        if op.layer is SHELL:
+            stream.copy(self._shell_weights, self._host.shell.weights)
+            return self._shell_layout.nbytes
+        assert op.slot is not None
+        nbytes = self._layouts[op.layer].nbytes
+        with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
+            stream.copy(slot[:nbytes], self._host.layers[op.layer].weights)
+        return nbytes
+
+    def _fetch(self, state: StepState, op: Op, stream: Stream) -> int:
+        layer, mb = _place(op)
+        assert state.offloaded is not None
+        like = state.tapes[mb].hidden
+        hidden = torch.empty_like(like, requires_grad=False)
+        stream.copy(hidden, state.offloaded.place(layer, mb, like))
+        self.saved.put(layer, mb, hidden, readers=1)
+        return hidden.nbytes
+
+    # ---- compute ----
+
+    def _record(self, state: StepState, op: Op, stream: Stream) -> int:
+        mb = op.micro_batch or 0
+        inputs = {name: tensor.to(self._device) for name, tensor in state.batch.parts[mb].items()}
+        tape = state.tapes[mb] = self._anatomy.record(inputs)
+        self.saved.put(0, mb, tape.hidden.detach().contiguous(), self._readers(state, 0))
+        return 0
+
+    def _readers(self, state: StepState, layer: int) -> int:
+        """How many operations will read the input of `layer` where it now lies: see `SavedInputs`."""
+        last = len(self._layouts) - 1
+        offloaded = state.shape.offload and state.shape.backward_from <= layer < last
+        return 2 if offloaded else 1
+
+    def _forward(self, state: StepState, op: Op, stream: Stream) -> int:
+        layer, mb = _place(op)
+        assert op.slot is not None
+        hidden = self.saved.get(layer, mb)
+        if self._anatomy.model.training:
+            state.random_states[(layer, mb)] = self._random.get()
+        with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
+            module = self._anatomy.layers[layer]
+            output = parts.forward(module, self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+        self.saved.put(layer + 1, mb, output.contiguous(), self._readers(state, layer + 1))
+        if self._readers(state, layer) == 2 or layer < state.shape.backward_from:
+            self.saved.release(layer, mb)
+        return 0
+
+    def _tensors(self, layer: int, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._anatomy.units[layer].with_aliases(self._layouts[layer].views(slot))
+
+    def _head(self, state: StepState, op: Op, stream: Stream) -> int:
+        mb, last = op.micro_batch or 0, len(self._layouts)
+        loss, gradient, balancing = head(
+            self._anatomy,
+            state.tapes[mb],
+            self.saved.get(last, mb),
+            state.batch.targets[mb].to(self._device),
+            tokens=state.batch.tokens,
+            share=state.batch.part_tokens[mb] / state.batch.tokens,
+            chunk_tokens=self._loss_chunk_tokens,
+            shell=self._shell_trained,
+            on_gradient=state.shell_sum.add,
+        )
+        state.losses.append(loss)
+        if balancing is not None:
+            state.balancing.append(balancing)
+        self._keep_output_gradient(state, mb, gradient)
+        self.saved.release(last, mb)
+        return 0
+
+    def _keep_output_gradient(self, state: StepState, mb: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.ledger.hold(gradient.nbytes)
+        old = state.output_gradients.pop(mb, None)
+        if old is not None:
+            self.ledger.release(old.nbytes)
+        if gradient is not None:
+            state.output_gradients[mb] = gradient
+
+    def _backward(self, state: StepState, op: Op, stream: Stream) -> int:
+        if op.layer is SHELL:
+            return self._shell_backward(state, op.micro_batch or 0)
+        layer, mb = _place(op)
+        assert op.slot is not None
+        with self.weights[op.slot].during(weight_states(op, spent=self._spent(state, op))) as slot:
+            if op.buffer is None:
+                self._layer_backward(state, layer, mb, slot, stream, None)
+                return 0
+            with self.gradients[op.buffer].during(gradient_states(op)) as flat:
+                if mb == 0:
+                    sums = self._layer_sums if state.shape.micro_batches > 1 else None
+                    state.layer_sum = GradientSum(self._layouts[layer], flat, sums)
+                self._layer_backward(state, layer, mb, slot, stream, state.layer_sum)
+                if mb == state.shape.micro_batches - 1 and state.layer_sum is not None:
+                    self._finish_sum(state, layer, state.layer_sum)
+        return 0
+
+    def _layer_backward(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, stream: Stream, total: GradientSum | None
+    ) -> None:
+        hidden = self.saved.get(layer, mb)
+        stream.keep(hidden)
+        if self._anatomy.model.training:
+            after = self._random.get()
+            self._random.set(state.random_states.pop((layer, mb)))
+        gradient = parts.backward(
+            self._anatomy.layers[layer],
+            self._tensors(layer, slot),
+            frozenset() if total is None else self._trained[layer],
+            state.tapes[mb],
+            layer,
+            hidden,
+            state.output_gradients[mb],
+            _unexpected if total is None else total.add,
+        )
+        if self._anatomy.model.training:
+            self._random.set(after)
+        self._keep_output_gradient(state, mb, gradient)
+        self.saved.release(layer, mb)
+
+    def _finish_sum(self, state: StepState, layer: int | None, total: GradientSum) -> None:
+        prefix = "" if layer is None else self._anatomy.units[layer].prefix
+        state.norms |= {prefix + name: norm for name, norm in total.finish().items()}
+        state.present[layer] = total.present
+
+    def _shell_backward(self, state: StepState, mb: int) -> int:
+        found = parts.shell_gradients(state.tapes[mb], state.output_gradients[mb], [*self._shell_trained.values()])
+        for name, gradient in zip(self._shell_trained, found, strict=True):
+            if gradient is not None:
+                state.shell_sum.add(name, gradient)
+        return 0
+
+    def _norm(self, state: StepState, op: Op, stream: Stream) -> int:
+        """Loss and global norm, copied to the host: the one place where the host needs the device's values."""
+        self._finish_sum(state, SHELL, state.shell_sum)
+        norms = [state.norms[name] for name in self._parameter_order if name in state.norms]
+        zero = torch.zeros((), device=self._device)
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
+        loss, balancing = _total(state.losses, zero), _total(state.balancing, zero)
+        result = torch.stack([loss.double(), balancing.double(), norm.double()])
+        state.result = torch.empty(3, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        stream.copy(state.result, result)
+        stream.keep(result)
+        return 0
+
+    # ---- d2h ----
+
+    def _offload(self, state: StepState, op: Op, stream: Stream) -> int:
+        layer, mb = _place(op)
+        assert state.offloaded is not None
+        hidden = self.saved.get(layer, mb)
+        stream.copy(state.offloaded.place(layer, mb, hidden), hidden)
+        stream.keep(hidden)
+        self.saved.release(layer, mb)
+        return hidden.nbytes
+
+    def _unload(self, state: StepState, op: Op, stream: Stream) -> int:
+        target = self._host_gradient(op)
+        if op.buffer is None:
+            stream.copy(target, self._shell_gradient)
+            return target.nbytes
+        with self.gradients[op.buffer].during(gradient_states(op)) as flat:
+            stream.copy(target, flat[: target.nbytes])
+        return target.nbytes
+
+    # ---- host ----
+
+    def _host_layer(self, layer: int | None) -> HostLayer:
+        return self._host.shell if layer is SHELL else self._host.layers[layer]
+
+    def _host_gradient(self, op: Op) -> torch.Tensor:
+        host = self._host_layer(op.layer)
+        if op.slab is not None:
+            return self._host.slabs[op.slab][: host.layout.trained_nbytes]
+        assert host.gradient is not None
+        return host.gradient
+
+    def _update(self, state: StepState, op: Op, numbers: Hyperparameters, stream: Stream) -> int:
+        host, present = self._host_layer(op.layer), state.present[op.layer]
+        if op.slab is not None:
+            self._refuse_non_finite(state, op)
+        update_layer(host, self._host_gradient(op), present, numbers)
+        used = [entry for entry in host.layout.trained if entry.name in present]
+        return bytes_touched(used, split=host.low is not None, moment_bytes=host.exp_avg.itemsize)
+
+    def _refuse_non_finite(self, state: StepState, op: Op) -> None:
+        """Where updates follow each gradient at once, the last chance to refuse one is here."""
+        prefix = "" if op.layer is SHELL else self._anatomy.units[op.layer].prefix
+        for name in state.present[op.layer]:
+            if not torch.isfinite(state.norms[prefix + name]):
+                raise NonFiniteError(
+                    f"the gradient of {prefix + name} is not finite in step {state.number}: it was not applied, but "
+                    'the layers after it already were (optimizer_overlap="backward"); go back to a saved model, or '
+                    'train with optimizer_overlap="forward" and max_grad_norm, which applies all or nothing'
+                )
+
+
+def _place(op: Op) -> tuple[int, int]:
+    assert op.layer is not None
+    assert op.micro_batch is not None
+    return op.layer, op.micro_batch
+
+
+def _total(values: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    return torch.stack([value.double() for value in values]).sum() if values else zero
+
+
+def _unexpected(name: str, _: torch.Tensor) -> None:
+    raise AssertionError(f"{name} is frozen, but got a gradient")

@@ -1,0 +1,155 @@
+"""Host memory: one arena per role, and what each layer keeps in them.
+
+An arena is one anonymous mapping. With CUDA it is registered in large slabs, so that copies are asynchronous
+and every byte is used: torch's own pinned memory rounds each tensor up to a power of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatrain.layout import Layout, align
+
+SLAB_BYTES = 4 << 30  # registered at a time; a driver may refuse a mapping of a terabyte at once
+
+
+class Arena:
+    """Zeroed host memory of a known size, handed out in aligned pieces.
+
+    pin: register it with CUDA for asynchronous copies.
+    """
+
+    def __init__(self, role: str, nbytes: int, *, pin: bool) -> None:
+        self.role = role
+        self.nbytes = nbytes
+        self._taken = 0
+        self._registered: list[int] = []
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if nbytes:
+            mapping = mmap.mmap(-1, nbytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in AdamW and copies
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        if pin:
+            self._register()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.nbytes if self._registered else 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next `nbytes` bytes as a 1-D uint8 tensor, aligned as a layout expects."""
+        start = self._taken
+        self._taken = start + align(nbytes)
+        assert self._taken <= self.nbytes, f"{self.role} arena: {self._taken} > {self.nbytes} bytes"
+        return self._bytes[start : start + nbytes]
+
+    def _register(self) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for start in range(0, self.nbytes, SLAB_BYTES):
+            pointer = self._bytes.data_ptr() + start
+            error = int(runtime.cudaHostRegister(pointer, min(SLAB_BYTES, self.nbytes - start), 0))
+            if error:
+                self.close()
+                raise RuntimeError(
+                    f"CUDA could not pin {self.nbytes / 1e9:.1f} GB of host memory for {self.role} (error {error}); "
+                    "raise the limit of locked memory (ulimit -l) or choose a smaller model"
+                )
+            self._registered.append(pointer)
+
+    def close(self) -> None:
+        """Unregister from CUDA. The memory itself lives as long as a tensor looks into it."""
+        while self._registered:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._registered.pop())
+
+
+@dataclass
+class HostLayer:
+    """What the host keeps of one layer (or the shell). All flat; offsets are the layout's.
+
+    weights: uint8, what is streamed. low: int16, the other half of each bfloat16 weight's fp32 master.
+    exp_avg, exp_avg_sq: one item per trained element. gradient: uint8, or None where slabs are used.
+    steps: how often each trained parameter was updated (AdamW's bias correction counts per parameter).
+    """
+
+    layout: Layout
+    weights: torch.Tensor
+    low: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor | None
+    steps: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """What decides how many bytes each role takes.
+
+    split: keep int16 lower halves (bfloat16 weights). moment_bytes: 4 or 2.
+    keep_gradients: a gradient per layer, needed while clipping waits for the global norm; else `slabs` of
+    the largest layer, plus one for the shell.
+    """
+
+    split: bool
+    moment_bytes: int
+    keep_gradients: bool
+    slabs: int
+
+
+def role_bytes(layouts: Sequence[Layout], shell: Layout, shape: HostShape) -> dict[str, int]:
+    """Bytes of every arena. `plan` prints these numbers, and `HostStore` allocates them."""
+    every = [shell, *layouts]
+    elements = [layout.trained_elements for layout in every]
+    kept = every if shape.keep_gradients else [shell]
+    slab = max((layout.trained_nbytes for layout in layouts), default=0)
+    slabs = 0 if shape.keep_gradients else shape.slabs * align(slab)
+    return {
+        "weights": sum(align(layout.nbytes) for layout in every),
+        "master low halves": sum(align(2 * n) for n in elements) if shape.split else 0,
+        "first moments": sum(align(shape.moment_bytes * n) for n in elements),
+        "second moments": sum(align(shape.moment_bytes * n) for n in elements),
+        "gradients": sum(align(layout.trained_nbytes) for layout in kept) + slabs,
+    }
+
+
+class HostStore:
+    """All host state of a model: the shell's and every layer's."""
+
+    def __init__(self, layouts: Sequence[Layout], shell: Layout, shape: HostShape, *, pin: bool) -> None:
+        streamed = ("weights", "gradients")
+        self.arenas = {
+            role: Arena(role, nbytes, pin=pin and role in streamed)
+            for role, nbytes in role_bytes(layouts, shell, shape).items()
+        }
+        self._shape = shape
+        self.shell = self._layer(shell, keep_gradient=True)
+        self.layers = [self._layer(layout, keep_gradient=shape.keep_gradients) for layout in layouts]
+        slab = 0 if shape.keep_gradients else max((layout.trained_nbytes for layout in layouts), default=0)
+        self.slabs = [self.arenas["gradients"].take(slab) for _ in range(0 if shape.keep_gradients else shape.slabs)]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arena in self.arenas.values())
+
+    def _layer(self, layout: Layout, *, keep_gradient: bool) -> HostLayer:
+        count, shape = layout.trained_elements, self._shape
+        moment = torch.float32 if shape.moment_bytes == 4 else torch.bfloat16
+        take = {role: arena.take for role, arena in self.arenas.items()}
+        return HostLayer(
+            layout=layout,
+            weights=take["weights"](layout.nbytes),
+            low=take["master low halves"](2 * count).view(torch.int16) if shape.split else None,
+            exp_avg=take["first moments"](shape.moment_bytes * count).view(moment),
+            exp_avg_sq=take["second moments"](shape.moment_bytes * count).view(moment),
+            gradient=take["gradients"](layout.trained_nbytes) if keep_gradient else None,
+        )
+
+    def close(self) -> None:
+        for arena in self.arenas.values():
+            arena.close()

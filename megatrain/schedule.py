@@ -1,0 +1,362 @@
+"""The ordered operations of a training step, as data.
+
+`Schedule.step` yields what happens in a step and in which order it is issued; each operation names the lane
+it runs on (lanes run in order) and the earlier operations it waits for. The engine executes them on a device,
+a simulator can execute the same ones on a clock, and `hazards.check` proves them safe. No torch here.
+
+Note: which slot is evicted
+    The order in which layers are visited is known, so the slot whose layer is needed last is the one to reuse
+    (Belady 1966). When forward turns into backward this keeps the last layers where they are: with a prefetch
+    depth d and r resident layers, the last d + 1 + r layers are loaded once per step, all others twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+
+from megatrain.control import Knobs
+
+
+class Kind(Enum):
+    """What an operation does."""
+
+    ADD = "add"  # a device buffer comes into being
+    REMOVE = "remove"  # a device buffer is given back
+    LOAD = "load"  # weights of a layer, host → slot
+    RECORD = "record"  # one call of the shell up to layer 0 (embeddings, masks, rotary tables)
+    FORWARD = "forward"
+    OFFLOAD = "offload"  # a layer's saved input, device → host
+    FETCH = "fetch"  # ... and back
+    HEAD = "head"  # final norm, head and loss, forward and backward, in chunks of tokens
+    BACKWARD = "backward"  # recompute under autograd, then its gradients
+    NORM = "norm"  # global gradient norm and loss, read by the host
+    UNLOAD = "unload"  # gradients of a layer, device → host
+    UPDATE = "update"  # AdamW
+
+
+LANE_OF = {
+    Kind.LOAD: "h2d",
+    Kind.FETCH: "h2d",
+    Kind.RECORD: "compute",
+    Kind.FORWARD: "compute",
+    Kind.HEAD: "compute",
+    Kind.BACKWARD: "compute",
+    Kind.NORM: "compute",
+    Kind.OFFLOAD: "d2h",
+    Kind.UNLOAD: "d2h",
+    Kind.UPDATE: "host",
+    Kind.ADD: "engine",
+    Kind.REMOVE: "engine",
+}
+
+SHELL = None  # the `layer` of operations on what is not a layer
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. `waits` are numbers of earlier operations that must be complete first.
+
+    slot: the weights buffer read or filled; buffer: the device gradient buffer; slab: the host gradient slab.
+    """
+
+    number: int
+    kind: Kind
+    layer: int | None = None
+    micro_batch: int | None = None
+    slot: int | None = None
+    buffer: int | None = None
+    slab: int | None = None
+    waits: tuple[int, ...] = ()
+
+    @property
+    def lane(self) -> str:
+        return LANE_OF[self.kind]
+
+    def __str__(self) -> str:
+        """Short and complete, for reading and for literal lists in tests: "forward 3 mb0 slot1 after 7"."""
+        parts = [self.kind.value, "shell" if self.layer is None else str(self.layer)]
+        named = (("mb", self.micro_batch), ("slot", self.slot), ("grad", self.buffer), ("slab", self.slab))
+        parts += [f"{name}{value}" for name, value in named if value is not None]
+        if self.waits:
+            parts.append("after " + ",".join(map(str, self.waits)))
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step must do, apart from the knobs.
+
+    backward_from: the lowest layer that backward must reach (above it nothing needs a gradient).
+    shell_backward: the recorded shell call needs a backward pass (its embeddings are trained).
+    """
+
+    micro_batches: int
+    offload: bool = False
+    backward_from: int = 0
+    shell_backward: bool = True
+
+
+@dataclass(frozen=True)
+class Visit:
+    """All micro-batches through one layer in one direction."""
+
+    phase: str  # "forward" | "backward"
+    layer: int
+
+
+@dataclass
+class _Inputs:
+    """Numbers of the operations that handled the saved input of (layer, micro-batch) in this step."""
+
+    produced: dict[tuple[int, int], int] = field(default_factory=dict)
+    offloaded: dict[tuple[int, int], int] = field(default_factory=dict)
+    fetched: dict[tuple[int, int], int] = field(default_factory=dict)
+    consumed: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+@dataclass
+class _Slot:
+    layer: int | None = None  # whose weights are valid here
+    loaded: int | None = None  # the load that put them here
+    last_use: int | None = None  # the last operation that reads them
+
+
+def _missing(held: Collection[int], wanted: int) -> list[int]:
+    """The lowest free numbers with which `held` grows to `wanted` members."""
+    free = (number for number in range(wanted + len(held)) if number not in held)
+    return list(islice(free, max(0, wanted - len(held))))
+
+
+def _present(*numbers: int | None) -> tuple[int, ...]:
+    return tuple(sorted({number for number in numbers if number is not None}))
+
+
+@dataclass
+class Schedule:
+    """Yields the operations of one step after another and remembers what lies where in between.
+
+    layers: how many; trained: those with a trained parameter; shell_trained likewise.
+    update_in_backward: AdamW follows each gradient at once, through `slabs` host gradient slabs; otherwise
+        every layer keeps a host gradient of its own until `updates`.
+    """
+
+    layers: int
+    trained: frozenset[int]
+    shell_trained: bool = True
+    update_in_backward: bool = False
+    slabs: int = 3
+    _next_number: int = 0
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _buffers: dict[int, int | None] = field(default_factory=dict)  # gradient buffer → its last unload
+    _slab_uses: list[int | None] = field(default_factory=list)
+    _updated: dict[int | None, int] = field(default_factory=dict)
+    _unloaded: dict[int | None, int] = field(default_factory=dict)
+    _slab_turn: int = 0
+    _shell_use: int | None = None
+    _inputs: _Inputs = field(default_factory=_Inputs)
+
+    def __post_init__(self) -> None:
+        self._slab_uses = [None] * self.slabs
+
+    # ---- one step ----
+
+    def step(self, shape: StepShape, knobs_at: Callable[[Visit], Knobs]) -> Iterator[Op]:
+        """The operations of a step up to its norm. `knobs_at` is asked before every visit and may block."""
+        visits = self._visits(shape)
+        load = yield from self._load_shell()
+        recorded = yield from self._record(shape, load)
+        self._inputs = _Inputs({(0, mb): number for mb, number in enumerate(recorded)})
+        for at, visit in enumerate(visits):
+            knobs = knobs_at(visit)
+            window = visits[at : at + 1 + knobs.prefetch_depth]
+            yield from self._resize(knobs, visits, at, window)
+            yield from self._ensure_loaded(visits, at, 0)
+            if visit.phase == "forward":
+                yield from self._forward(visit.layer, shape)
+            else:
+                yield from self._backward(visit.layer, shape)
+            for ahead in range(1, len(window)):
+                yield from self._ensure_loaded(visits, at, ahead)
+                if ahead == 1:
+                    yield from self._fetch(window[1], shape)
+            if visit == Visit("forward", self.layers - 1):
+                yield from self._head(shape)
+        yield from self._finish(shape)
+
+    def updates(self) -> Iterator[Op]:
+        """AdamW for the shell and then for every trained layer from 0 up; only after `step` ran to its end."""
+        if self.update_in_backward:
+            return
+        if self.shell_trained:
+            yield self._update(SHELL, None)
+        for layer in sorted(self.trained):
+            if layer in self._unloaded:
+                yield self._update(layer, None)
+
+    def _visits(self, shape: StepShape) -> list[Visit]:
+        up = [Visit("forward", layer) for layer in range(self.layers)]
+        return up + [Visit("backward", layer) for layer in range(self.layers - 1, shape.backward_from - 1, -1)]
+
+    def _op(self, kind: Kind, layer: int | None = None, **fields: object) -> Op:
+        op = Op(self._next_number, kind, layer, **fields)  # type: ignore[arg-type]
+        self._next_number += 1
+        return op
+
+    # ---- the shell ----
+
+    def _load_shell(self) -> Generator[Op, None, int | None]:
+        """Trained shells change every step; a frozen one is loaded once."""
+        if self._shell_use is not None and not self.shell_trained:
+            return None
+        op = self._op(Kind.LOAD, SHELL, waits=_present(self._shell_use, self._updated.get(SHELL)))
+        yield op
+        return op.number
+
+    def _record(self, shape: StepShape, load: int | None) -> Generator[Op, None, list[int]]:
+        numbers = []
+        for mb in range(shape.micro_batches):
+            op = self._op(Kind.RECORD, SHELL, micro_batch=mb, waits=_present(load) if mb == 0 else ())
+            yield op
+            numbers.append(op.number)
+        return numbers
+
+    def _head(self, shape: StepShape) -> Iterator[Op]:
+        for mb in range(shape.micro_batches):
+            yield self._op(Kind.HEAD, SHELL, micro_batch=mb)
+
+    def _finish(self, shape: StepShape) -> Iterator[Op]:
+        for mb in range(shape.micro_batches) if shape.shell_backward else ():
+            yield self._op(Kind.BACKWARD, SHELL, micro_batch=mb)
+        norm = self._op(Kind.NORM)
+        yield norm
+        self._shell_use = norm.number
+        if self.shell_trained:
+            unload = self._op(Kind.UNLOAD, SHELL, waits=_present(norm.number, self._updated.get(SHELL)))
+            yield unload
+            self._unloaded[SHELL] = self._shell_use = unload.number
+            if self.update_in_backward:
+                yield self._update(SHELL, None)
+
+    # ---- layers ----
+
+    def _forward(self, layer: int, shape: StepShape) -> Iterator[Op]:
+        slot_id, slot = self._slot_of(layer)
+        for mb in range(shape.micro_batches):
+            if shape.offload and shape.backward_from <= layer < self.layers - 1:
+                yield from self._offload(layer, mb)
+            first = slot.loaded if mb == 0 else None
+            drained = self._inputs.offloaded.get((layer - 1, mb))  # bounds the inputs alive on the device
+            op = self._op(Kind.FORWARD, layer, micro_batch=mb, slot=slot_id, waits=_present(first, drained))
+            yield op
+            self._inputs.produced[(layer + 1, mb)] = slot.last_use = op.number
+
+    def _offload(self, layer: int, mb: int) -> Iterator[Op]:
+        op = self._op(Kind.OFFLOAD, layer, micro_batch=mb, waits=(self._inputs.produced[(layer, mb)],))
+        yield op
+        self._inputs.offloaded[(layer, mb)] = op.number
+
+    def _fetch(self, visit: Visit, shape: StepShape) -> Iterator[Op]:
+        """Bring the saved inputs of the next layer down; at most two layers' inputs are on the device."""
+        if visit.phase != "backward":
+            return
+        for mb in range(shape.micro_batches):
+            key = (visit.layer, mb)
+            if key in self._inputs.offloaded and key not in self._inputs.fetched:
+                room = self._inputs.consumed.get((visit.layer + 2, mb), self._inputs.produced[(visit.layer + 1, mb)])
+                op = self._op(
+                    Kind.FETCH, visit.layer, micro_batch=mb, waits=_present(self._inputs.offloaded[key], room)
+                )
+                yield op
+                self._inputs.fetched[key] = op.number
+
+    def _backward(self, layer: int, shape: StepShape) -> Iterator[Op]:
+        yield from self._fetch(Visit("backward", layer), shape)
+        slot_id, slot = self._slot_of(layer)
+        buffer = self._oldest_buffer() if layer in self.trained else None
+        for mb in range(shape.micro_batches):
+            first = (slot.loaded, self._buffers[buffer] if buffer is not None else None) if mb == 0 else ()
+            waits = _present(*first, self._inputs.fetched.get((layer, mb)))
+            op = self._op(Kind.BACKWARD, layer, micro_batch=mb, slot=slot_id, buffer=buffer, waits=waits)
+            yield op
+            self._inputs.consumed[(layer, mb)] = slot.last_use = op.number
+        if buffer is not None:
+            slot.layer = None  # these weights are about to change on the host
+            yield from self._unload(layer, buffer, op.number)
+
+    def _unload(self, layer: int, buffer: int, computed: int) -> Iterator[Op]:
+        slab, room = self._take_slab() if self.update_in_backward else (None, self._updated.get(layer))
+        op = self._op(Kind.UNLOAD, layer, buffer=buffer, slab=slab, waits=_present(computed, room))
+        yield op
+        self._unloaded[layer] = self._buffers[buffer] = op.number
+        if self.update_in_backward:
+            yield self._update(layer, slab)
+
+    def _update(self, layer: int | None, slab: int | None) -> Op:
+        op = self._op(Kind.UPDATE, layer, slab=slab, waits=(self._unloaded[layer],))
+        self._updated[layer] = op.number
+        if slab is not None:
+            self._slab_uses[slab] = op.number
+        return op
+
+    def _take_slab(self) -> tuple[int, int | None]:
+        slab = self._slab_turn
+        self._slab_turn = (slab + 1) % self.slabs
+        return slab, self._slab_uses[slab]
+
+    # ---- device buffers ----
+
+    def _slot_of(self, layer: int) -> tuple[int, _Slot]:
+        return next((slot_id, slot) for slot_id, slot in self._slots.items() if slot.layer == layer)
+
+    def _holds(self, layer: int) -> bool:
+        return any(slot.layer == layer for slot in self._slots.values())
+
+    def _oldest_buffer(self) -> int:
+        return min(self._buffers, key=lambda buffer: (self._buffers[buffer] or -1, buffer))
+
+    def _ensure_loaded(self, visits: list[Visit], at: int, ahead: int) -> Iterator[Op]:
+        layer = visits[at + ahead].layer
+        if self._holds(layer):
+            return
+        window = visits[at : at + ahead + 1]
+        slot_id = self._victim(visits, at, window)
+        slot = self._slots[slot_id]
+        op = self._op(
+            Kind.LOAD,
+            layer,
+            slot=slot_id,
+            waits=_present(slot.last_use, slot.loaded, self._updated.get(layer)),
+        )
+        yield op
+        slot.layer, slot.loaded, slot.last_use = layer, op.number, None
+
+    def _victim(self, visits: list[Visit], at: int, window: list[Visit]) -> int:
+        """The slot whose weights are needed last (see the Note above), never one the window needs."""
+        needed = {visit.layer for visit in window}
+        free = [slot_id for slot_id, slot in self._slots.items() if slot.layer not in needed]
+        return max(free, key=lambda slot_id: (self._next_use(self._slots[slot_id], visits, at), -slot_id))
+
+    def _next_use(self, slot: _Slot, visits: list[Visit], at: int) -> float:
+        if slot.layer is None:
+            return float("inf")
+        later = (i for i in range(at, len(visits)) if visits[i].layer == slot.layer)
+        return next(later, len(visits) + slot.layer)  # kept frozen weights serve the next step's forward
+
+    def _resize(self, knobs: Knobs, visits: list[Visit], at: int, window: list[Visit]) -> Iterator[Op]:
+        slots = min(knobs.weight_slots, self.layers)  # more could not be filled
+        for slot_id in _missing(self._slots, slots):
+            self._slots[slot_id] = _Slot()
+            yield self._op(Kind.ADD, slot=slot_id)
+        for buffer in _missing(self._buffers, knobs.grad_buffers):
+            self._buffers[buffer] = None
+            yield self._op(Kind.ADD, buffer=buffer)
+        while len(self._slots) > slots:
+            slot_id = self._victim(visits, at, window)
+            slot = self._slots.pop(slot_id)
+            yield self._op(Kind.REMOVE, slot=slot_id, waits=_present(slot.last_use, slot.loaded))
+        while len(self._buffers) > knobs.grad_buffers:
+            buffer = self._oldest_buffer()
+            yield self._op(Kind.REMOVE, buffer=buffer, waits=_present(self._buffers.pop(buffer)))
