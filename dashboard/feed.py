@@ -1,0 +1,35 @@
+"""Where the dashboard gets its records: what is new since it last asked."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from megatrain.trace import Marker, MemorySample, Recorder, Records, SlotChange, Span, StepRecord
+
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, Marker)
+
+
+class LiveFeed:
+    """Follows the recorder of a run in this process. One reader each; it never holds up the run."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._next: dict[type, int] = {}
+
+    def poll(self) -> Records:
+        """Return what was recorded since the last call, the first time all that is kept.
+
+        `lost` counts what was dropped before it could be read, because this was called too seldom.
+        """
+        spans, lost_spans = self._read(Span)
+        slots, lost_slots = self._read(SlotChange)
+        memory, lost_memory = self._read(MemorySample)
+        steps, lost_steps = self._read(StepRecord)
+        markers, lost_markers = self._read(Marker)
+        lost = lost_spans + lost_slots + lost_memory + lost_steps + lost_markers
+        return Records(spans, slots, memory, steps, markers, lost)
+
+    def _read(self, kind: type[R]) -> tuple[list[R], int]:
+        index = self._next.get(kind, 0)
+        records, self._next[kind] = self._recorder.since(kind, index)
+        return records, self._next[kind] - index - len(records)

@@ -1,0 +1,97 @@
+"""The records a run leaves behind: plain frozen values, all on one clock (seconds since the run began)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["h2d", "compute", "d2h", "host"]
+Op = Literal["load", "record", "forward", "head", "backward", "unload", "update", "offload", "fetch"]
+SlotKind = Literal["weights", "gradients"]
+SlotState = Literal["free", "loading", "ready", "in_use", "draining", "removed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work that one lane did.
+
+    op: "load" weights in; "record" the call with stubbed layers; "forward", "head", "backward" compute;
+        "unload" gradients out; "update" AdamW; "offload" and "fetch" saved layer inputs to the host and back.
+    layer: None = the shell (embeddings, final norm, head). slot: the device buffer, where there is one.
+    """
+
+    lane: Lane
+    op: Op
+    step: int
+    layer: int | None
+    micro_batch: int | None
+    slot: int | None
+    start_s: float
+    end_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChange:
+    """A device buffer entered a state, for a layer (None when it is free or removed)."""
+
+    time_s: float
+    kind: SlotKind
+    slot: int
+    state: SlotState
+    layer: int | None
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes held at one moment. The first five are None without a CUDA device, or where NVML cannot tell.
+
+    device_allocated, device_reserved: torch's allocator. process_device: this process, as the driver counts it.
+    device_used, device_total: the whole card, all processes. arena: the engine's device arena.
+    """
+
+    time_s: float
+    device_allocated_bytes: int | None
+    device_reserved_bytes: int | None
+    process_device_bytes: int | None
+    device_used_bytes: int | None
+    device_total_bytes: int | None
+    arena_bytes: int
+    host_rss_bytes: int
+    host_pinned_bytes: int
+    host_available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step.
+
+    tokens: predicted (not ignored) tokens. sequence_tokens: tokens processed, padding not counted.
+    flops: model FLOPs of the step (see `model_flops`). skipped: why the update was not applied, or None.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    sequence_tokens: int
+    flops: int
+    prefetch_depth: int
+    micro_batches: int
+    skipped: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A knob changed, at the step and layer where the change took effect."""
+
+    time_s: float
+    name: str
+    old: object
+    new: object
+    step: int
+    layer: int | None

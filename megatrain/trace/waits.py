@@ -1,0 +1,94 @@
+"""Why compute waited: every second without compute gets one cause.
+
+Note: how a cause is found. A gap ends where a compute span starts. That span needed, in this order,
+  1. the update of its layer, because a layer is loaded only after it: up to its end the cause is "optimizer";
+  2. the load of its layer: up to its end "weights", whether it was in progress or had not begun;
+  3. for a backward a free gradient buffer, and a saved input where those are kept on the host: up to the end of
+     the last unload or fetch that ended in the gap, "gradient buffer" or "saved inputs".
+What is left is "other": launching work, data, the user's own code. After the last compute span of a window come
+the gradients that still leave and the updates that still run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from megatrain.trace.intervals import busy, gaps
+from megatrain.trace.records import Op, Span
+
+WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "other"]
+
+CLOCK_SLACK_S: Final = 20e-6  # a lane may read the clock this long after it let the next one go
+ANY_LAYER: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Seconds in which compute waited for one cause, before it worked on `layer` (None = the shell, or nothing)."""
+
+    start_s: float
+    end_s: float
+    cause: WaitCause
+    layer: int | None
+
+
+def compute_waits(spans: Iterable[Span], start_s: float, end_s: float) -> list[Wait]:
+    """Return the seconds of a window in which nothing was computed, in order, each with its cause.
+
+    Their lengths and the busy seconds of compute add up to the window.
+    """
+    spans = [span for span in spans if span.end_s > start_s and span.start_s < end_s]
+    compute = [span for span in spans if span.lane == "compute"]
+    next_span = {span.start_s: span for span in compute if span.end_s > span.start_s}
+    ends = _Ends(spans, end_s)
+    return [
+        wait
+        for gap_start_s, gap_end_s in gaps(busy(compute, start_s, end_s), start_s, end_s)
+        for wait in _split(gap_start_s, gap_end_s, next_span.get(gap_end_s), ends)
+    ]
+
+
+class _Ends:
+    """When spans ended, per op and layer; those that outlast the window end with it."""
+
+    def __init__(self, spans: Iterable[Span], window_end_s: float) -> None:
+        self._ends: dict[tuple[Op, int | None], list[float]] = defaultdict(list)
+        for end_s, span in sorted(((min(s.end_s, window_end_s), s) for s in spans), key=lambda pair: pair[0]):
+            self._ends[span.op, span.layer].append(end_s)
+            self._ends[span.op, ANY_LAYER].append(end_s)
+
+    def last(self, op: Op, layer: int | None, until_s: float) -> float:
+        """Return the last end at `until_s` or before; minus infinity where there is none."""
+        ends = self._ends.get((op, layer), [])
+        index = bisect_right(ends, until_s + CLOCK_SLACK_S)
+        return ends[index - 1] if index else float("-inf")
+
+
+def _split(start_s: float, end_s: float, following: Span | None, ends: _Ends) -> Iterator[Wait]:
+    layer = following.layer if following else None
+    for cause, until_s in [*_blockers(following, end_s, ends), ("other", end_s)]:
+        until_s = min(until_s, end_s)
+        if until_s > start_s:
+            yield Wait(start_s, until_s, cause, layer)
+            start_s = until_s
+
+
+def _blockers(following: Span | None, gap_end_s: float, ends: _Ends) -> list[tuple[WaitCause, float]]:
+    """Return what could have held the gap open, and until when, in the order in which it has to happen."""
+    if following is None:
+        return [
+            ("gradient buffer", ends.last("unload", ANY_LAYER, gap_end_s)),
+            ("optimizer", ends.last("update", ANY_LAYER, gap_end_s)),
+        ]
+    blockers: list[tuple[WaitCause, float]] = [
+        ("optimizer", ends.last("update", following.layer, gap_end_s)),
+        ("weights", ends.last("load", following.layer, gap_end_s)),
+    ]
+    if following.op == "backward":
+        blockers.append(("gradient buffer", ends.last("unload", ANY_LAYER, gap_end_s)))
+        blockers.append(("saved inputs", ends.last("fetch", following.layer, gap_end_s)))
+    return blockers
