@@ -198,18 +198,18 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str, *, layers: int = LAYERS, **overrides: Any) -> PretrainedConfig:
+def tiny_config(model_type: str, *, layers: int | None = None, **overrides: Any) -> PretrainedConfig:
     """The family's default configuration, shrunk; that of its text model where it is multimodal.
 
-    Raises NotBuildable, with the reason.
+    `layers` is LAYERS where it is None. Raises NotBuildable, with the reason.
     """
     if model_type in NOT_BUILDABLE:
         raise NotBuildable(f"{model_type} cannot be built: {NOT_BUILDABLE[model_type]}")
     config_class = _text_config_class(CONFIG_MAPPING[model_type])
-    return _shrunk(config_class, layers, overrides)
+    return _shrunk(config_class, LAYERS if layers is None else layers, overrides)
 
 
-def build(model_type: str, *, seed: int = 0, layers: int = LAYERS, **overrides: Any) -> PreTrainedModel:
+def build(model_type: str, *, seed: int = 0, layers: int | None = None, **overrides: Any) -> PreTrainedModel:
     """A tiny float32 model in training mode, without dropout, whose every parameter carries seeded noise.
 
     `overrides` are attributes of its configuration. The global random state is left as it was.
