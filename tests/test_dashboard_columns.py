@@ -228,3 +228,11 @@ def test_a_step_whose_spans_were_dropped_has_no_metrics() -> None:
     run = TracedRun().steps(3)
     records = Records(spans=run.spans()[60:], steps=run.steps(), lost=60)
     assert [metrics.step for metrics in metrics_by_step(records)] == [2]
+
+
+def test_merging_keeps_rows_apart() -> None:
+    pieces = [Piece("ready", row, time_s, time_s + 0.25, None) for time_s in range(100) for row in (0, 1)]
+    bars = make_bars(pieces, 0.0, lambda _: Words("", ""), limit=10)["ready"]
+    assert len(bars.row) <= 10
+    assert bars.count[bars.row == 0].sum() == bars.count[bars.row == 1].sum() == 100
+    assert bars.duration_ms[bars.row == 0].sum() == pytest.approx(25_000)
