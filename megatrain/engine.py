@@ -163,8 +163,7 @@ class StreamingEngine:
 
     def _prepare_size(self, batch: Batch) -> bool:
         """Settle what depends on the batch's size; returns whether saved inputs go to the host."""
-        config: Any = self.model.config.get_text_config()
-        token_bytes = int(config.hidden_size) * getattr(torch, self.config.dtype).itemsize
+        token_bytes = self._anatomy.token_elements * getattr(torch, self.config.dtype).itemsize
         size = StepSize(batch.shape[0] * batch.shape[1], len(batch.parts), token_bytes)
         changed, self._size = size != self._size, size
         knobs = self.control.knobs

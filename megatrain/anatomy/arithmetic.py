@@ -39,9 +39,8 @@ class Arithmetic:
 def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
     """Count a model. Linear-attention and state-space layers count with their projections only."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    heads = int(getattr(config, "num_attention_heads", None) or 0)
-    width = int(getattr(config, "hidden_size", None) or 0)
-    head_dim = int(getattr(config, "head_dim", None) or (width // heads if heads else 0))
+    heads, width = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    head_dim = _count(config, "head_dim") or (width // heads if heads else 0)
     share = active_expert_share(config)
     inside = sum(
         p.numel() * (share if _EXPERTS.search(name) else 1.0)
@@ -60,7 +59,11 @@ def active_expert_share(config: Any) -> float:
 
 
 def _count(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
+    """A whole number of a configuration; 0 where it has none, or one for each layer (then it raises)."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        return 0
     return value if isinstance(value, int) else 0
 
 

@@ -137,6 +137,8 @@ def backward(
     call = tape.calls[index]
     with torch.enable_grad(), collecting(tape.keys) as collected:
         leaf = hidden.detach().requires_grad_()
+        arrived: list[torch.Tensor] = []  # as autograd sums it; leaf.grad would be copied into the leaf's strides
+        leaf.register_hook(arrived.append)
         extras = {at: call.leaves[at].detach().requires_grad_() for at in call.extras}
         leaves = _leaves(tensors, trained, on_gradient)
         args, kwargs = call.arguments(leaf, extras)
@@ -145,7 +147,7 @@ def backward(
     for at, extra in extras.items():
         if extra.grad is not None:
             tape.add_extra_gradient(call.extras[at], extra.grad)
-    return leaf.grad if leaf.grad is not None else torch.zeros_like(hidden)
+    return arrived[0] if arrived else torch.zeros_like(hidden)
 
 
 def _leaves(

@@ -173,6 +173,7 @@ def _in_parts(
     shell = {n: p for n, p in anatomy.shell.parameters.items() if n in names}
     tape = anatomy.record(inputs)
     boundaries = [tape.hidden.detach()]
+    anatomy.token_elements = tape.hidden.numel() // (PROBE_ROWS * PROBE_TOKENS)
     for index, layer in enumerate(anatomy.layers):
         boundaries.append(calls.forward(layer, _tensors(anatomy, index), tape, index, boundaries[index]))
     loss, gradient = _head(anatomy, tape, boundaries[-1], shifted(labels), shell, add)

@@ -77,6 +77,7 @@ class Anatomy:
         self.shell = shell_unit(model, self.stack)
         self.stubbed = StubbedModel(model, self.stack)
         self.forms: list[Any] = []  # of what each layer returns; learned by the check
+        self.token_elements = 0  # of one token's hidden state between layers; learned by the check
         self.loss_from_logits = False  # the model's forward cannot be told to sum its loss over chunks
         self._parameters = inspect.signature(model.forward).parameters
         self._any_keyword = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
@@ -93,20 +94,20 @@ class Anatomy:
     def record(self, inputs: dict[str, torch.Tensor]) -> Tape:
         """Call the shell on one micro-batch; its graph stays attached to `Tape.hidden` and the extras."""
         tape: Tape | None = None
-        last: torch.Tensor | None = None
+        passed: list[torch.Tensor] = []  # what stood for each layer's output; leaves, so that a use of it shows
 
         def on_call(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal tape, last
+            nonlocal tape
             hidden = _hidden_argument(args, kwargs)
             if tape is None:
                 keys = tuple(key for key in active_collector() if key not in _NOT_FOR_LOSS)
                 tape = Tape(inputs, hidden, keys=keys)
-            self._require_plain_chain(index, len(tape.calls), hidden, last, (args, kwargs))
+            self._require_plain_chain(index, hidden, passed, tree_leaves((args, kwargs)))
             tape.calls.append(tape.make_call(args, kwargs, hidden))
             if index == len(self.layers) - 1:
                 raise _RecordingComplete
-            last = hidden.detach()
-            return like_output(self.forms[index], last)
+            passed.append(hidden.detach().requires_grad_())
+            return like_output(self.forms[index], passed[-1])
 
         with self.stubbed.answering(on_call), torch.enable_grad():
             try:
@@ -121,20 +122,20 @@ class Anatomy:
         )
 
     def _require_plain_chain(
-        self, index: int, position: int, hidden: torch.Tensor, last: torch.Tensor | None, arguments: Any
+        self, index: int, hidden: torch.Tensor, passed: list[torch.Tensor], arguments: list[Any]
     ) -> None:
         name = self.stack.name_of(index)
-        if index != position:
+        if index != len(passed):
             raise UnsupportedModelError(
-                f"{name} is called as number {position} in a forward pass: layers that are skipped, repeated or "
+                f"{name} is called as number {len(passed)} in a forward pass: layers that are skipped, repeated or "
                 "called out of order cannot be streamed exactly"
             )
-        if any(isinstance(leaf, Elsewhere) for leaf in tree_leaves(arguments)):
+        if any(isinstance(leaf, Elsewhere) or _made_from(leaf, hidden, passed) for leaf in arguments):
             raise UnsupportedModelError(
-                f"{name} reads what another layer computed (a further output of it); streamed layers see only the "
-                "hidden state, so that gradient would be lost"
+                f"{name} reads what another layer computed, apart from the hidden state it hands on; layers that are "
+                "streamed one by one cannot pass that, nor its gradient"
             )
-        if last is not None and hidden is not last:
+        if passed and hidden is not passed[-1]:
             raise UnsupportedModelError(
                 f"the model changes the hidden state between {self.stack.name_of(index - 1)} and {name} "
                 "outside any layer; that part would be lost"
@@ -234,6 +235,16 @@ class Anatomy:
             yield
         finally:
             self.stubbed.restore()
+
+
+def _made_from(argument: Any, hidden: torch.Tensor, passed: list[torch.Tensor]) -> bool:
+    """Whether a layer's further argument was computed from an earlier layer's output."""
+    if not isinstance(argument, torch.Tensor) or argument is hidden or not argument.requires_grad or not passed:
+        return False
+    if argument.grad_fn is None:
+        return any(argument is output for output in passed)
+    found = torch.autograd.grad(argument.sum(), passed, allow_unused=True, retain_graph=True)
+    return any(gradient is not None for gradient in found)
 
 
 def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

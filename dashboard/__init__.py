@@ -1,0 +1,1 @@
+"""The notebook dashboard of MegaTrain."""
