@@ -14,6 +14,10 @@ from enum import Enum
 from megatrain.config import check_grad_buffers, check_prefetch_depth
 
 
+class StoppedError(RuntimeError):
+    """A step was asked for after `stop`."""
+
+
 class State(Enum):
     """What the engine is doing, as a viewer should show it."""
 
@@ -73,6 +77,11 @@ class Control:
             return State.STOPPED if self._stopped else State.IDLE
 
     @property
+    def paused(self) -> bool:
+        """True while the engine is held, or will be before its next layer."""
+        return self._paused
+
+    @property
     def stopping(self) -> bool:
         """True once `stop` was called: the step in progress completes, no further one begins."""
         return self._stopped
@@ -130,10 +139,10 @@ class Control:
             self._changed.notify_all()
 
     def begin_step(self) -> None:
-        """Called by the engine. Raises RuntimeError after `stop`."""
+        """Called by the engine. Raises StoppedError after `stop`."""
         with self._changed:
             if self._stopped:
-                raise RuntimeError("the run was stopped (control.stop()); make a new engine to train further")
+                raise StoppedError("the run was stopped (control.stop()); make a new engine to train further")
             self._inside_step = True
 
     def end_step(self) -> None:

@@ -351,6 +351,11 @@ class StreamingEngine:
         return self._executor.ledger.peak_bytes
 
     @property
+    def device_index(self) -> int | None:
+        """The CUDA device, or None on a CPU."""
+        return torch.cuda.current_device() if self._device.type == "cuda" else None
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes that the engine itself holds on the device now."""
         return self._executor.ledger.held_bytes

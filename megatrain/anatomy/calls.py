@@ -136,7 +136,7 @@ def backward(
     """
     call = tape.calls[index]
     with torch.enable_grad(), collecting(tape.keys) as collected:
-        leaf = hidden.detach().requires_grad_()
+        leaf: Any = hidden.detach().requires_grad_()
         arrived: list[torch.Tensor] = []  # as autograd sums it; leaf.grad would be copied into the leaf's strides
         leaf.register_hook(arrived.append)
         extras = {at: call.leaves[at].detach().requires_grad_() for at in call.extras}

@@ -7,7 +7,8 @@ tensors passed in, loss in chunks, gradients sent back layer by layer). Loss and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,24 +61,21 @@ def _probe(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}, labels
 
 
-class _only_what_is_compared:  # noqa: N801 - reads as a phrase where it is used
+@contextmanager
+def _only_what_is_compared(anatomy: Anatomy) -> Iterator[frozenset[str]]:
     """Within, only parameters whose gradient is compared need one: all of a small model, the shell of a large."""
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._named: list[tuple[str, nn.Parameter]] = list(anatomy.model.named_parameters())
-        everything = sum(p.numel() for _, p in self._named) < EVERY_GRADIENT_BELOW
-        shell = {id(p) for p in anatomy.shell.parameters.values()}
-        self._names = {n for n, p in self._named if p.requires_grad and (everything or id(p) in shell)}
-
-    def __enter__(self) -> frozenset[str]:
-        self._before = [p.requires_grad for _, p in self._named]
-        for name, parameter in self._named:
-            parameter.requires_grad_(name in self._names)
-        return frozenset(self._names)
-
-    def __exit__(self, *_: object) -> None:
-        for (_, parameter), needed in zip(self._named, self._before, strict=True):
-            parameter.requires_grad_(needed)
+    named = list(anatomy.model.named_parameters())
+    everything = sum(p.numel() for _, p in named) < EVERY_GRADIENT_BELOW
+    shell = {id(p) for p in anatomy.shell.parameters.values()}
+    needed = {name: p.requires_grad for name, p in named}
+    names = frozenset(name for name, p in named if needed[name] and (everything or id(p) in shell))
+    for name, parameter in named:
+        parameter.requires_grad_(name in names)
+    try:
+        yield names
+    finally:
+        for name, parameter in named:
+            parameter.requires_grad_(needed[name])
 
 
 def _whole(

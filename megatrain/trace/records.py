@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host"]
-Op = Literal["load", "record", "forward", "head", "backward", "unload", "update", "offload", "fetch"]
+Op = Literal["load", "record", "forward", "head", "backward", "norm", "unload", "update", "offload", "fetch"]
 SlotKind = Literal["weights", "gradients"]
 SlotState = Literal["free", "loading", "ready", "in_use", "draining", "removed"]
 
