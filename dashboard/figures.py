@@ -28,6 +28,7 @@ BAR_COLOURS = {
     "record": GREY,
     "forward": BLUE,
     "head": YELLOW,
+    "norm": GREY,
     "backward": ORANGE,
     "unload": PURPLE,
     "update": GREEN,
