@@ -207,7 +207,9 @@ class StreamingEngine:
             result = self._run(state)
             self._record_step(cut, start_s, result)
             return result
-        except LaneError as error:
+        except NonFiniteError:
+            raise
+        except BaseException as error:  # a lane failed, or the user interrupted: the step is neither done nor undone
             self._failure = error
             raise
         finally:

@@ -100,7 +100,10 @@ class Executor:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self.ledger.hold(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        zeros = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the lanes' streams do not wait for this one
+        return zeros
 
     def _sums(self, nbytes: int) -> torch.Tensor | None:
         return self._allocate(nbytes).view(torch.float32) if nbytes else None
@@ -108,9 +111,9 @@ class Executor:
     def prepare_model(self) -> None:
         """Hollow the model out, and let its shell look into the device's copy."""
         self._anatomy.stubbed.hollow_out()
-        self._anatomy.model.to(self._device)
-        self._anatomy.move_constants(self._device)
         self._anatomy.shell.bind(self._shell_layout.views(self._shell_weights))
+        self._anatomy.model.to(self._device)  # the shell's buffers
+        self._anatomy.move_constants(self._device)
 
     # ---- between steps ----
 
