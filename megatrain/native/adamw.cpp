@@ -101,9 +101,26 @@ struct Mkl {
 };
 constexpr int64_t kTorchMode = 0x140102;  // VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as in ATen/cpu/vml.h
 
+constexpr int64_t kBlock = 512;  // two float32 blocks stay in the first-level cache
+
+// MKL is three times as slow on exact zeros (embedding rows that no token has met): it is shown ones instead.
 static void square_roots(const Mkl* mkl, int64_t n, float* x) {
-    if (mkl) return mkl->vms_sqrt(n, x, x, kTorchMode);
-    for (int64_t i = 0; i < n; ++i) x[i] = std::sqrt(x[i]);
+    if (!mkl) {
+        for (int64_t i = 0; i < n; ++i) x[i] = std::sqrt(x[i]);
+        return;
+    }
+    float kept[kBlock];
+    int zeros = 0;
+#pragma omp simd reduction(+ : zeros)
+    for (int64_t i = 0; i < n; ++i) {
+        kept[i] = x[i] == 0.0f ? 0.0f : 1.0f;
+        zeros += x[i] == 0.0f;
+    }
+    if (zeros)
+        for (int64_t i = 0; i < n; ++i) x[i] = kept[i] == 0.0f ? 1.0f : x[i];
+    mkl->vms_sqrt(n, x, x, kTorchMode);
+    if (zeros)
+        for (int64_t i = 0; i < n; ++i) x[i] = kept[i] == 0.0f ? 0.0f : x[i];
 }
 
 // After torch.set_num_threads(n), MKL would start n threads of its own for every block of every thread here.
@@ -117,8 +134,6 @@ class OneMklThread {
         if (mkl) mkl->set_num_threads_local(before);
     }
 };
-
-constexpr int64_t kBlock = 512;  // two float32 blocks stay in the first-level cache
 
 template <class Weight, class Grad, class Moment>
 static void update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
