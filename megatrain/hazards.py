@@ -3,7 +3,8 @@
 What is known to have happened before an operation is: everything earlier on its own lane, everything it
 waits for, and whatever happened before those (vector clocks, Fidge 1988 and Mattern 1989). An operation
 list is safe if every read happens after the write it means, and every write after the last write and after
-all reads of what it overwrites.
+all reads of what it overwrites. What was used up (a gradient applied, an input consumed) or has changed on the
+host (weights) must be put there again before it is read again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from megatrain.schedule import SHELL, Kind, Op
 
 Resource = tuple[object, ...]
+
+SPENT = "what is spent"  # content that no read expects
 
 
 class HazardError(AssertionError):
@@ -42,7 +45,7 @@ def _gradient_on_host(op: Op) -> Resource:
 
 def accesses(op: Op) -> Iterator[Access]:
     """What an operation reads and writes, reads first."""
-    layer, mb = op.layer, op.micro_batch
+    layer, mb, weights = op.layer, op.micro_batch, ("weights", op.layer)
     slot, buffer = ("slot", op.slot), ("gradient buffer", op.buffer)
     saved, kept = ("input", layer, mb), ("host input", layer, mb)
     match op.kind:
@@ -50,15 +53,15 @@ def accesses(op: Op) -> Iterator[Access]:
             yield Access(slot if op.slot is not None else buffer, op.kind, write=True)
         case Kind.LOAD if layer is SHELL:
             yield Access(("host weights", SHELL), None)
-            yield Access(("shell",), SHELL, write=True)
+            yield Access(("shell",), weights, write=True)
         case Kind.LOAD:
             yield Access(("host weights", layer), None)
-            yield Access(slot, layer, write=True)
+            yield Access(slot, weights, write=True)
         case Kind.RECORD:
-            yield Access(("shell",), SHELL)
+            yield Access(("shell",), weights)
             yield Access(("input", 0, mb), "device", write=True)
         case Kind.FORWARD:
-            yield Access(slot, layer)
+            yield Access(slot, weights)
             yield Access(saved, "device")
             yield Access(("input", (layer or 0) + 1, mb), "device", write=True)
         case Kind.OFFLOAD:
@@ -66,23 +69,30 @@ def accesses(op: Op) -> Iterator[Access]:
             yield Access(kept, "host", write=True)
         case Kind.FETCH:
             yield Access(kept, "host")
+            yield Access(kept, SPENT, write=True)
             yield Access(saved, "device", write=True)
         case Kind.HEAD:
-            yield Access(("shell",), SHELL)
+            yield Access(("shell",), weights)
+            yield Access(("shell gradient",), "parts", write=True)
         case Kind.BACKWARD if layer is SHELL:
-            yield Access(("shell",), SHELL)
+            yield Access(("shell",), weights)
+            yield Access(("shell gradient",), "parts", write=True)
         case Kind.BACKWARD:
-            yield Access(slot, layer)
+            yield Access(slot, weights)
             yield Access(saved, "device")
+            yield Access(saved, SPENT, write=True)
             if op.buffer is not None:
                 yield Access(buffer, layer, write=True)
         case Kind.NORM:
             yield Access(("shell gradient",), SHELL, write=True)
         case Kind.UNLOAD:
-            yield Access(("shell gradient",) if layer is SHELL else buffer, layer)
+            gradient = ("shell gradient",) if layer is SHELL else buffer
+            yield Access(gradient, layer)
+            yield Access(gradient, SPENT, write=True)
             yield Access(_gradient_on_host(op), layer, write=True)
         case Kind.UPDATE:
             yield Access(_gradient_on_host(op), layer)
+            yield Access(_gradient_on_host(op), SPENT, write=True)
             yield Access(("host weights", layer), None, write=True)
 
 
@@ -94,8 +104,18 @@ def check(ops: Iterable[Op]) -> int:
     for op in ops:
         clock = _clock(op, clocks, lanes)
         for access in accesses(op):
-            _apply(op, access, resources.setdefault(access.resource, _Resource()), clock)
+            apply = _write if access.write else _read
+            apply(op, access, resources.setdefault(access.resource, _Resource()), clock)
+        if op.kind is Kind.UPDATE:
+            _outdate(("weights", op.layer), resources.values())
     return len(clocks)
+
+
+def _outdate(weights: object, resources: Iterable[_Resource]) -> None:
+    """Weights have changed on the host: copies of them on the device are of no more use."""
+    for resource in resources:
+        if resource.content == weights:
+            resource.content = SPENT
 
 
 def _clock(op: Op, clocks: dict[int, dict[str, int]], lanes: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -113,20 +133,24 @@ def _clock(op: Op, clocks: dict[int, dict[str, int]], lanes: dict[str, dict[str,
     return clock
 
 
-def _apply(op: Op, access: Access, resource: _Resource, clock: dict[str, int]) -> None:
-    def require_before(other: Op, what: str) -> None:
-        if other is not op and clock.get(other.lane, -1) < other.number:
-            raise HazardError(f"{op}: {what} {access.resource} may run before «{other}» is complete")
-
-    if not access.write:
-        if resource.writer is not None:
-            require_before(resource.writer, "its read of")
-        if resource.content != access.content:
-            raise HazardError(f"{op}: {access.resource} holds {resource.content!r}, not {access.content!r}")
-        resource.readers.append(op)
-        return
+def _read(op: Op, access: Access, resource: _Resource, clock: dict[str, int]) -> None:
     if resource.writer is not None:
-        require_before(resource.writer, "its write to")
-    for reader in resource.readers:
-        require_before(reader, "its write to")
+        _require_before(op, resource.writer, clock, f"its read of {access.resource}")
+    if resource.content != access.content:
+        raise HazardError(f"{op}: {access.resource} holds {resource.content!r}, not {access.content!r}")
+    resource.readers.append(op)
+
+
+def _write(op: Op, access: Access, resource: _Resource, clock: dict[str, int]) -> None:
+    comes_and_goes = access.resource[0] in ("slot", "gradient buffer")
+    if comes_and_goes and op.kind is not Kind.ADD and resource.content in (None, Kind.REMOVE):
+        raise HazardError(f"{op}: there is no {access.resource}")
+    for other in (resource.writer, *resource.readers):
+        if other is not None:
+            _require_before(op, other, clock, f"its write to {access.resource}")
     resource.content, resource.writer, resource.readers = access.content, op, []
+
+
+def _require_before(op: Op, other: Op, clock: dict[str, int], what: str) -> None:
+    if other is not op and clock.get(other.lane, -1) < other.number:
+        raise HazardError(f"{op}: {what} may run before «{other}» is complete")

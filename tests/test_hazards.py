@@ -1,0 +1,376 @@
+"""The checker accepts every schedule, and finds each of the faults planted here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from operations import depth, play, schedule
+
+from megatrain.hazards import HazardError, check
+from megatrain.schedule import Kind, Op, StepShape
+
+LAYERS = 4
+
+
+def played(
+    layers: int,
+    ahead: int,
+    *,
+    trained: Iterable[int] | None = None,
+    micro_batches: int = 2,
+    offload: bool = True,
+    in_backward: bool = False,
+    resident: int = 0,
+) -> list[Op]:
+    """Three steps with their updates."""
+    shape = StepShape(micro_batches, offload=offload)
+    planned = schedule(layers, trained, update_in_backward=in_backward)
+    return play(planned, shape, depth(ahead, resident=resident), steps=3).ops
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+def test_every_small_schedule_is_safe(layers: int, offload: bool, in_backward: bool) -> None:
+    some_frozen = [None, [], [0], [layers - 1], range(0, layers, 2)]
+    for ahead, mbs, resident, trained in product(range(7), (1, 2, 3), (0, 1, 2), some_frozen):
+        ops = played(
+            layers,
+            ahead,
+            trained=trained,
+            micro_batches=mbs,
+            offload=offload,
+            in_backward=in_backward,
+            resident=resident,
+        )
+        assert check(ops) == len(ops)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 6])
+@pytest.mark.parametrize("layers", [17, 64])
+def test_large_schedules_are_safe(layers: int, ahead: int, in_backward: bool) -> None:
+    for resident, trained in product((0, 2), (None, range(0, layers, 3))):
+        check(played(layers, ahead, trained=trained, in_backward=in_backward, resident=resident))
+
+
+@pytest.mark.parametrize(("trained", "lowest"), [([3], 3), ([1, 2], 1), ([0], 0)])
+def test_a_backward_that_ends_early_is_safe(trained: list[int], lowest: int) -> None:
+    """A frozen shell and frozen first layers: nothing below the lowest trained layer runs backwards."""
+    shape = StepShape(2, offload=True, backward_from=lowest, shell_backward=False)
+    for ahead in range(5):
+        planned = schedule(LAYERS, trained, shell_trained=False)
+        check(play(planned, shape, depth(ahead), steps=3).ops)
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3])
+@pytest.mark.parametrize("grad_buffers", [1, 2, 5])
+def test_any_number_of_gradient_buffers_and_slabs_is_safe(grad_buffers: int, slabs: int) -> None:
+    planned = schedule(LAYERS, update_in_backward=True, slabs=slabs)
+    check(play(planned, StepShape(2), depth(1, grad_buffers=grad_buffers), steps=3).ops)
+
+
+def test_steps_of_different_sizes_follow_each_other_safely() -> None:
+    planned, ops = schedule(LAYERS), []
+    for mbs, offload in [(1, False), (3, True), (2, False), (2, True)]:
+        ops += play(planned, StepShape(mbs, offload=offload), depth(1)).ops
+    assert check(ops) == len(ops)
+
+
+def test_a_step_that_was_refused_leaves_a_safe_next_one() -> None:
+    """A gradient that is not finite is not applied: the next step follows without the updates."""
+    planned = schedule(LAYERS)
+    refused = list(planned.step(StepShape(2, offload=True), depth(1)))
+    check(refused + play(planned, StepShape(2, offload=True), depth(1)).ops)
+
+
+# ---- planted faults ----
+
+Fault = Callable[[list[Op]], list[Op]]
+
+
+def find(ops: list[Op], kind: Kind, layer: int | None, *, nth: int = 0, mb: int | None = None) -> Op:
+    """The `nth` operation of this kind on this layer (of this micro-batch)."""
+    found = [op for op in ops if op.kind is kind and op.layer == layer and (mb is None or op.micro_batch == mb)]
+    return found[nth]
+
+
+def put(ops: list[Op], changed: Op) -> list[Op]:
+    return [changed if op.number == changed.number else op for op in ops]
+
+
+def without_wait(ops: list[Op], op: Op, *waited: Op) -> list[Op]:
+    """The fault itself is asserted: `op` did wait for each."""
+    numbers = {other.number for other in waited}
+    assert numbers <= set(op.waits)
+    return put(ops, replace(op, waits=tuple(wait for wait in op.waits if wait not in numbers)))
+
+
+def without(ops: list[Op], op: Op) -> list[Op]:
+    """Whoever waited for what is gone waits for nothing instead."""
+    rest = [other for other in ops if other is not op]
+    return [replace(other, waits=tuple(wait for wait in other.waits if wait != op.number)) for other in rest]
+
+
+def swapped(ops: list[Op], early: Op, late: Op) -> list[Op]:
+    """`late` is issued before `early`, and neither waits for the other."""
+    late = replace(late, waits=tuple(wait for wait in late.waits if wait < early.number))
+    rest = [op for op in ops if op.number != late.number]
+    at = rest.index(early)
+    return rest[:at] + [late] + rest[at:]
+
+
+def waited(ops: list[Op], op: Op, kind: Kind) -> Op:
+    """What `op` waits for, of this kind."""
+    return next(other for other in ops if other.number in op.waits and other.kind is kind)
+
+
+def forward_before_its_load(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.FORWARD, 1), find(ops, Kind.LOAD, 1))
+
+
+def backward_before_its_load(ops: list[Op]) -> list[Op]:
+    """And before the fetch behind that load, on the same lane."""
+    op = find(ops, Kind.BACKWARD, 0)
+    return without_wait(ops, op, waited(ops, op, Kind.LOAD), waited(ops, op, Kind.FETCH))
+
+
+def load_into_a_slot_in_use(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, 2)
+    return without_wait(ops, op, waited(ops, op, Kind.FORWARD))
+
+
+def load_before_the_update(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, 1, nth=2)
+    return without_wait(ops, op, waited(ops, op, Kind.UPDATE))
+
+
+def shell_load_before_its_update(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, None, nth=1)
+    return without_wait(ops, op, waited(ops, op, Kind.UPDATE))
+
+
+def shell_load_under_the_head(ops: list[Op]) -> list[Op]:
+    return put(ops, replace(find(ops, Kind.LOAD, None, nth=1), waits=()))
+
+
+def record_before_the_shell_is_there(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.RECORD, None), find(ops, Kind.LOAD, None))
+
+
+def backward_into_a_draining_buffer(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.BACKWARD, 1)
+    return without_wait(ops, op, find(ops, Kind.UNLOAD, 3))
+
+
+def unload_before_backward(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.UNLOAD, 3)
+    return without_wait(ops, op, find(ops, Kind.BACKWARD, 3, mb=1))
+
+
+def unload_after_the_first_micro_batch_only(ops: list[Op]) -> list[Op]:
+    return put(ops, replace(find(ops, Kind.UNLOAD, 3), waits=(find(ops, Kind.BACKWARD, 3, mb=0).number,)))
+
+
+def unload_issued_before_backward(ops: list[Op]) -> list[Op]:
+    return swapped(ops, find(ops, Kind.BACKWARD, 3, mb=0), find(ops, Kind.UNLOAD, 3))
+
+
+def shell_unload_before_the_norm(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.UNLOAD, None)
+    return without_wait(ops, op, find(ops, Kind.NORM, None))
+
+
+def update_before_unload(ops: list[Op]) -> list[Op]:
+    """The shell's, which comes first: behind it the host lane has waited for every unload."""
+    return without_wait(ops, find(ops, Kind.UPDATE, None), find(ops, Kind.UNLOAD, None))
+
+
+def update_issued_before_unload(ops: list[Op]) -> list[Op]:
+    return swapped(ops, find(ops, Kind.UNLOAD, 0), find(ops, Kind.UPDATE, 0))
+
+
+def the_wrong_slot_forward(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.FORWARD, 2, mb=1)
+    return put(ops, replace(op, slot=1 - (op.slot or 0)))
+
+
+def the_wrong_slot_loaded(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, 3)
+    return put(ops, replace(op, slot=1 - (op.slot or 0)))
+
+
+def the_wrong_gradient_buffer(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.UNLOAD, 2)
+    return put(ops, replace(op, buffer=1 - (op.buffer or 0)))
+
+
+def a_dropped_load(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.LOAD, 2))
+
+
+def a_dropped_shell_load(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.LOAD, None))
+
+
+def a_shell_that_is_not_loaded_again(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.LOAD, None, nth=1))
+
+
+def a_dropped_forward(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.FORWARD, 2, nth=1, mb=1))
+
+
+def a_dropped_backward(ops: list[Op]) -> list[Op]:
+    for mb in (1, 0):
+        ops = without(ops, find(ops, Kind.BACKWARD, 2, mb=mb))
+    return ops
+
+
+def a_dropped_unload(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.UNLOAD, 1, nth=1))
+
+
+def a_buffer_that_was_never_made(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.ADD, None))
+
+
+def a_load_into_a_slot_given_back(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, 3)
+    at = ops.index(op)
+    given_back = Op(len(ops), Kind.REMOVE, slot=op.slot, waits=op.waits)
+    return [*ops[:at], given_back, *ops[at:]]
+
+
+def fetch_before_offload(ops: list[Op]) -> list[Op]:
+    """The next forward waits for the offload too, so that no more inputs lie on the device than were counted."""
+    offload = find(ops, Kind.OFFLOAD, 2, mb=1)
+    ops = without_wait(ops, find(ops, Kind.FORWARD, 3, mb=1), offload)
+    return without_wait(ops, find(ops, Kind.FETCH, 2, mb=1), offload)
+
+
+def a_dropped_offload(ops: list[Op]) -> list[Op]:
+    """In the second step: the host still has the input of the first."""
+    return without(ops, find(ops, Kind.OFFLOAD, 1, nth=1, mb=0))
+
+
+def offload_before_there_is_something(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.OFFLOAD, 2, mb=0), find(ops, Kind.FORWARD, 1, mb=0))
+
+
+def fetch_over_an_input_that_is_read(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.FETCH, 2, mb=0)
+    return without_wait(ops, op, find(ops, Kind.FORWARD, 2, mb=0))
+
+
+def backward_before_its_input_is_back(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.BACKWARD, 1, mb=1)
+    return without_wait(ops, op, find(ops, Kind.FETCH, 1, mb=1))
+
+
+def a_wait_for_a_later_operation(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD, 2)
+    return put(ops, replace(op, waits=(*op.waits, find(ops, Kind.FORWARD, 2).number)))
+
+
+def a_wait_for_itself(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.UPDATE, 2)
+    return put(ops, replace(op, waits=(op.number,)))
+
+
+FAULTS = {
+    forward_before_its_load: r"forward 1 .*its read of \('slot', 1\) may run before «load 1 slot1",
+    backward_before_its_load: r"backward 0 .*its read of \('slot', .\) may run before «load 0",
+    load_into_a_slot_in_use: r"load 2 .*its write to \('slot', 0\) may run before «forward 0",
+    load_before_the_update: r"load 1 .*its read of \('host weights', 1\) may run before «update 1",
+    shell_load_before_its_update: r"load shell.*\('host weights', None\) may run before «update shell",
+    shell_load_under_the_head: r"load shell.*may run before",
+    record_before_the_shell_is_there: r"record shell.*\('shell',\) may run before «load shell",
+    backward_into_a_draining_buffer: r"backward 1 .*write to \('gradient buffer', 0\) may run before «unload 3",
+    unload_before_backward: r"unload 3 .*read of \('gradient buffer', 0\) may run before «backward 3 mb1",
+    unload_after_the_first_micro_batch_only: r"unload 3 .*may run before «backward 3 mb1",
+    unload_issued_before_backward: r"unload 3 .*\('gradient buffer', 0\) holds .*, not 3",
+    shell_unload_before_the_norm: r"unload shell.*may run before «norm shell",
+    update_before_unload: r"update shell.*read of \('host gradient', None\) may run before «unload shell",
+    update_issued_before_unload: r"update 0.*\('host gradient', 0\) holds None, not 0",
+    the_wrong_slot_forward: r"forward 2 mb1 .*holds \('weights', .\), not \('weights', 2\)",
+    the_wrong_slot_loaded: r"load 3 .*may run before|forward 3 .*not \('weights', 3\)",
+    the_wrong_gradient_buffer: r"unload 2 .*\('gradient buffer', 0\) holds .*, not 2",
+    a_dropped_load: r"forward 2 .*holds \('weights', 0\), not \('weights', 2\)",
+    a_dropped_shell_load: r"record shell.*holds None, not \('weights', None\)",
+    a_shell_that_is_not_loaded_again: r"record shell.*holds 'what is spent'",
+    a_dropped_forward: r"forward 3 mb1 .*\('input', 3, 1\) holds 'what is spent', not 'device'",
+    a_dropped_backward: r"unload 2 .*holds .*, not 2",
+    a_dropped_unload: r"update 1.*\('host gradient', 1\) holds 'what is spent', not 1",
+    a_buffer_that_was_never_made: r"load 0 .*there is no \('slot', 0\)",
+    a_load_into_a_slot_given_back: r"load 3 .*there is no \('slot', 1\)",
+    fetch_before_offload: r"fetch 2 mb1 .*\('host input', 2, 1\) may run before «offload 2 mb1",
+    a_dropped_offload: r"fetch 1 mb0.*\('host input', 1, 0\) holds 'what is spent', not 'host'",
+    offload_before_there_is_something: r"offload 2 mb0.*\('input', 2, 0\) may run before «forward 1 mb0",
+    fetch_over_an_input_that_is_read: r"fetch 2 mb0 .*write to \('input', 2, 0\) may run before «forward 2 mb0",
+    backward_before_its_input_is_back: r"backward 1 mb1 .*\('input', 1, 1\) may run before «fetch 1 mb1",
+    a_wait_for_a_later_operation: r"load 2 .*waits for operation \d+, which was not issued before it: deadlock",
+    a_wait_for_itself: r"update 2 .*which was not issued before it: deadlock",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_finds(fault: Fault) -> None:
+    ops = played(LAYERS, 1)
+    check(ops)
+    with pytest.raises(HazardError, match=FAULTS[fault]):
+        check(fault(ops))
+
+
+def in_backward_slab_overwritten(ops: list[Op]) -> list[Op]:
+    """With three slabs, the shell aside, the fourth layer's gradient lands where the first one's was."""
+    op = find(ops, Kind.UNLOAD, 0)
+    return without_wait(ops, op, find(ops, Kind.UPDATE, 3))
+
+
+def in_backward_wrong_slab(ops: list[Op]) -> list[Op]:
+    return put(ops, replace(find(ops, Kind.UPDATE, 2), slab=0))
+
+
+def in_backward_update_before_unload(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.UPDATE, 1), find(ops, Kind.UNLOAD, 1))
+
+
+IN_BACKWARD_FAULTS = {
+    in_backward_slab_overwritten: r"unload 0 .*write to \('slab', 0\) may run before «update 3 slab0",
+    in_backward_wrong_slab: r"update 2 .*\('slab', 0\) holds .*, not 2",
+    in_backward_update_before_unload: r"update 1 .*read of \('slab', 2\) may run before «unload 1",
+}
+
+
+@pytest.mark.parametrize("fault", IN_BACKWARD_FAULTS, ids=lambda fault: fault.__name__)
+def test_finds_where_updates_follow_each_gradient(fault: Fault) -> None:
+    ops = played(LAYERS, 1, in_backward=True)
+    check(ops)
+    with pytest.raises(HazardError, match=IN_BACKWARD_FAULTS[fault]):
+        check(fault(ops))
+
+
+def test_finds_weights_that_have_changed_on_the_host() -> None:
+    """One layer: its slot would still hold layer 0 in the second step, but the layer 0 of before its update."""
+    ops = played(1, 0)
+    stale = without(ops, find(ops, Kind.LOAD, 0, nth=1))
+    with pytest.raises(HazardError, match=r"forward 0 .*\('slot', 0\) holds 'what is spent'"):
+        check(stale)
+
+
+def test_finds_a_buffer_given_back_while_it_is_read() -> None:
+    planned = schedule(LAYERS)
+    ops = play(planned, StepShape(1), depth(2)).ops
+    ops += play(planned, StepShape(1), depth(0)).ops
+    remove = next(op for op in ops if op.kind is Kind.REMOVE)
+    check(ops)
+    with pytest.raises(HazardError, match=r"remove shell slot. may run before|remove .*its write to .* may run before"):
+        check(put(ops, replace(remove, waits=())))
+
+
+def test_an_empty_list_is_safe() -> None:
+    assert check([]) == 0
