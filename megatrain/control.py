@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from megatrain.config import check_grad_buffers, check_prefetch_depth
 
@@ -18,7 +18,7 @@ class StoppedError(RuntimeError):
     """A step was asked for after `stop`."""
 
 
-class State(Enum):
+class State(StrEnum):
     """What the engine is doing, as a viewer should show it."""
 
     IDLE = "idle"  # between steps

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 LearningRate = Callable[[int], float]
 
 
-class RunState(Enum):
+class RunState(StrEnum):
     """Where a run is in its life."""
 
     NEW = "new"
