@@ -44,13 +44,18 @@ class SavedInputs:
             self._held.clear()
 
 
+def offloaded_bytes(layers: int, micro_batches: int, part_bytes: int) -> int:
+    """Host bytes of all saved inputs; `part_bytes` is one layer's input for one micro-batch."""
+    return layers * micro_batches * align(part_bytes)
+
+
 class OffloadedInputs:
     """The host's copy of saved inputs: one place for each (layer, micro-batch), reused every step."""
 
     def __init__(self, layers: int, micro_batches: int, part_bytes: int, *, pin: bool) -> None:
         self._micro_batches = micro_batches
         self.part_bytes = part_bytes
-        self._arena = Arena("offloaded layer inputs", layers * micro_batches * align(part_bytes), pin=pin)
+        self._arena = Arena("offloaded layer inputs", offloaded_bytes(layers, micro_batches, part_bytes), pin=pin)
         self._places = [self._arena.take(part_bytes) for _ in range(layers * micro_batches)]
 
     @property

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,18 +26,25 @@ from megatrain.batch import Batch, make_batch
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Control, Knobs, Position
 from megatrain.executor import Executor, NonFiniteError, StepState
-from megatrain.host import HostLayer, HostShape, HostStore
+from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
-from megatrain.layout import Layout
-from megatrain.memory import DeviceBytes, StepSize, device_bytes
+from megatrain.memory import (
+    DeviceBytes,
+    StepSize,
+    backward_from,
+    device_bytes,
+    must_offload,
+    resident_layers_that_fit,
+)
 from megatrain.optim import join, native_available, split
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
+from megatrain.shapes import HOST_SLABS, host_shape, layouts_of
 from megatrain.trace import Marker, Recorder, StepRecord
 from megatrain.update import Hyperparameters
+from megatrain.workspace import workspace
 
 log = logging.getLogger("megatrain")
 
-HOST_SLABS = 3  # host gradient slabs where updates follow each gradient: one landing, one updating, one between
 STEPS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds how late a pause can take effect
 
 
@@ -82,7 +89,7 @@ class StreamingEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._step = 0
-        self._size: StepSize | None = None
+        self._size = StepSize()  # of the last step
         self._offloaded: OffloadedInputs | None = None
         self._names = list(model.state_dict())
         self._take_apart(model)
@@ -123,6 +130,7 @@ class StreamingEngine:
         self._anatomy = parts.Anatomy(model)
         parts.check(self._anatomy)
         self._arithmetic = parts.arithmetic(model, self._anatomy.stack)
+        self._widths = parts.widths(model, self._anatomy.units)
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
         if not any(layout.trained for layout in [self._shell_layout, *self._layouts]):
             raise ValueError("no parameter requires a gradient; set requires_grad on what is to be trained")
@@ -146,8 +154,7 @@ class StreamingEngine:
     # ---- room on the device ----
 
     def _device_bytes(self, knobs: Knobs, *, offload: bool) -> DeviceBytes:
-        size = self._size or StepSize(tokens=0, micro_batches=1, token_bytes=0)
-        return device_bytes(self._layouts, self._shell_layout, knobs, size, offload=offload)
+        return device_bytes(self._layouts, self._shell_layout, knobs, self._size, offload=offload)
 
     def _require_room(self, knobs: Knobs) -> None:
         offload = self.config.offload_activations is not False
@@ -164,26 +171,41 @@ class StreamingEngine:
     def _prepare_size(self, batch: Batch) -> bool:
         """Settle what depends on the batch's size; returns whether saved inputs go to the host."""
         token_bytes = self._anatomy.token_elements * getattr(torch, self.config.dtype).itemsize
-        size = StepSize(batch.shape[0] * batch.shape[1], len(batch.parts), token_bytes)
+        size = StepSize.of(*batch.shape, self.config.micro_batch_size, token_bytes)
         changed, self._size = size != self._size, size
         knobs = self.control.knobs
+        if changed and self.config.resident_layers == "auto":
+            knobs = replace(knobs, resident_layers=0)
         offload = self.config.offload_activations
         if offload == "auto":
-            offload = self._device_bytes(knobs, offload=False).total > self._budget_bytes
-        if changed:
+            offload = must_offload(self._layouts, self._shell_layout, knobs, size, self._spare_bytes(offload=False))
+        if changed and self.config.resident_layers == "auto":
+            self.control.set_resident_layers(self._resident_layers(knobs, offload=offload))
+        elif changed:
             self._require_room(knobs)
-            if self.config.resident_layers == "auto":
-                self._fill_with_resident_layers(knobs, offload=offload)
         return offload
 
-    def _fill_with_resident_layers(self, knobs: Knobs, *, offload: bool) -> None:
+    def _resident_layers(self, knobs: Knobs, *, offload: bool) -> int:
         """On a CPU the device arena is host memory, where keeping a second copy would only cost."""
         if self._device.type == "cpu" and self.config.device_memory_bytes is None:
-            return
-        bare = Knobs(knobs.prefetch_depth, knobs.grad_buffers, 0)
-        room = self._budget_bytes - self._device_bytes(bare, offload=offload).total
-        slot = self._device_bytes(bare, offload=offload).weight_slots // min(bare.weight_slots, len(self._layouts))
-        self.control.set_resident_layers(min(max(0, room // slot), len(self._layouts)))
+            return 0
+        spare = self._spare_bytes(offload=offload)
+        return resident_layers_that_fit(self._layouts, self._shell_layout, knobs, self._size, spare, offload=offload)
+
+    def _spare_bytes(self, *, offload: bool) -> int:
+        """What the engine may hold so that kernels find room too; on a CPU they do not work in the arena."""
+        if self._device.type == "cpu":
+            return self._budget_bytes
+        kernels = workspace(
+            self._widths,
+            self._layouts,
+            self._shell_layout,
+            self._size,
+            itemsize=getattr(torch, self.config.dtype).itemsize,
+            chunk_tokens=self.config.loss_chunk_tokens,
+            offload=offload,
+        )
+        return self._budget_bytes - kernels.total
 
     # ---- one step ----
 
@@ -231,22 +253,13 @@ class StreamingEngine:
         shape = StepShape(
             micro_batches=len(batch.parts),
             offload=offload,
-            backward_from=self._backward_from,
+            backward_from=backward_from(self._layouts, self._shell_layout),
             shell_backward=bool(self._shell_layout.trained),
         )
         return self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
 
-    @property
-    def _backward_from(self) -> int:
-        """The lowest layer at which something is trained; the shell's embeddings lie below all of them."""
-        if self._shell_layout.trained:
-            return 0
-        return min(self._schedule.trained)
-
     def _offload_arena(self, batch: Batch) -> OffloadedInputs:
-        assert self._size is not None
-        part = self.config.micro_batch_size or batch.shape[0]
-        part_bytes = part * batch.shape[1] * self._size.token_bytes
+        part_bytes = self._size.micro_batch_bytes
         if self._offloaded is None or not self._offloaded.fits(len(batch.parts), part_bytes):
             if self._offloaded is not None:
                 self._offloaded.close()
@@ -455,24 +468,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise ValueError('device="cuda", but torch finds no CUDA device; use "auto" or "cpu"')
     return torch.device("cuda" if available and name != "cpu" else "cpu")
-
-
-def layouts_of(anatomy: parts.Anatomy, compute: torch.dtype) -> tuple[list[Layout], Layout]:
-    """The layout of every layer and of the shell, for a streamed dtype."""
-    dtypes = parts.Dtypes(compute, tuple(parts.kept_in_float32(anatomy.model)))
-    decayed = parts.decayed_parameters(anatomy.model)
-    layouts = [Layout.of(unit.specs(dtypes, decayed)) for unit in anatomy.units]
-    return layouts, Layout.of(anatomy.shell.specs(dtypes, decayed))
-
-
-def host_shape(config: EngineConfig) -> HostShape:
-    """What the host keeps per parameter with this configuration."""
-    return HostShape(
-        split=config.dtype == "bfloat16",
-        moment_bytes=4 if config.moments_dtype == "float32" else 2,
-        keep_gradients=config.optimizer_overlap != "backward",
-        slabs=HOST_SLABS,
-    )
 
 
 def _take_over(unit: parts.Unit, host: HostLayer) -> None:

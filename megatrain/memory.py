@@ -7,7 +7,7 @@ them with the measured peak.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatrain.control import Knobs
 from megatrain.layout import Layout, align
@@ -17,12 +17,21 @@ from megatrain.layout import Layout, align
 class StepSize:
     """What decides how many activations a step keeps.
 
-    tokens: batch × sequence, padding included. token_bytes: of one token's hidden state between layers.
+    tokens: batch × sequence, padding included. sequence: of one row. micro_batch_tokens: of the largest
+    micro-batch. token_bytes: of one token's hidden state between layers.
     """
 
-    tokens: int
-    micro_batches: int
-    token_bytes: int
+    tokens: int = 0
+    sequence: int = 0
+    micro_batches: int = 1
+    micro_batch_tokens: int = 0
+    token_bytes: int = 0
+
+    @classmethod
+    def of(cls, batch: int, sequence: int, micro_batch_size: int | None, token_bytes: int) -> StepSize:
+        """A batch of `batch` sequences, cut as the engine cuts it: only the last micro-batch may be smaller."""
+        rows = min(micro_batch_size or batch, batch)
+        return cls(batch * sequence, sequence, -(-batch // rows), rows * sequence, token_bytes)
 
     @property
     def boundary_bytes(self) -> int:
@@ -31,7 +40,8 @@ class StepSize:
 
     @property
     def micro_batch_bytes(self) -> int:
-        return -(-self.boundary_bytes // self.micro_batches)
+        """The hidden state of the largest micro-batch between two layers."""
+        return self.micro_batch_tokens * self.token_bytes
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,19 @@ def sum_bytes(layout: Layout, parts: int) -> int:
     return 4 * layout.trained_elements if narrow and parts > 1 else 0
 
 
-def saved_input_bytes(layers: int, size: StepSize, *, offload: bool) -> int:
-    """Most bytes of hidden states and their gradients at one time.
+def backward_from(layouts: Sequence[Layout], shell: Layout) -> int:
+    """The lowest layer that backward must reach; a trained shell's embeddings lie below all of them."""
+    return 0 if shell.trained else next((i for i, layout in enumerate(layouts) if layout.trained), len(layouts))
+
+
+def saved_input_bytes(layers: int, size: StepSize, *, offload: bool, slots: int) -> int:
+    """Most bytes of hidden states and their gradients at one time, for `layers` that backward reaches.
 
     Kept: every layer's input, and one more boundary (the last output, later the gradient), with one micro-batch
-    in both forms. Offloaded: two layers' inputs and the gradient, whatever the number of layers.
+    in both forms. Offloaded: two layers' inputs and the gradient, whatever the number of layers. With a single
+    slot an input comes only after the weights, which come only after the layer above is done: one less.
     """
-    boundaries = min(layers + 1, 3) if offload else layers + 1
+    boundaries = min(layers, 2 if slots > 1 else 1) + 1 if offload else layers + 1
     return boundaries * size.boundary_bytes + size.micro_batch_bytes
 
 
@@ -80,12 +96,27 @@ def device_bytes(
     layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, *, offload: bool
 ) -> DeviceBytes:
     """What a step of this size holds on the device with these knobs."""
-    layers = len(layouts)
+    reached = len(layouts) - backward_from(layouts, shell)
+    slots = min(knobs.weight_slots, len(layouts))
     return DeviceBytes(
         shell_weights=align(shell.nbytes),
         shell_gradients=align(shell.trained_nbytes) + sum_bytes(shell, parts=2),
-        weight_slots=min(knobs.weight_slots, layers) * slot_bytes(layouts),
+        weight_slots=slots * slot_bytes(layouts),
         gradient_buffers=knobs.grad_buffers * gradient_buffer_bytes(layouts),
         gradient_sums=max(sum_bytes(layout, size.micro_batches) for layout in layouts),
-        saved_inputs=saved_input_bytes(layers, size, offload=offload),
+        saved_inputs=saved_input_bytes(reached, size, offload=offload, slots=slots),
     )
+
+
+def must_offload(layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, spare_bytes: int) -> bool:
+    """What `offload_activations="auto"` means, where the engine may hold `spare_bytes` on the device."""
+    return device_bytes(layouts, shell, knobs, size, offload=False).total > spare_bytes
+
+
+def resident_layers_that_fit(
+    layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, spare_bytes: int, *, offload: bool
+) -> int:
+    """What `resident_layers="auto"` means: the layers for which `spare_bytes` has room on top of `knobs`."""
+    bare = replace(knobs, resident_layers=0)
+    room = spare_bytes - device_bytes(layouts, shell, bare, size, offload=offload).total
+    return min(max(0, room // slot_bytes(layouts)), len(layouts))

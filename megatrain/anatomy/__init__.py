@@ -6,6 +6,7 @@ from megatrain.anatomy.check import check
 from megatrain.anatomy.model import IGNORED, Anatomy, chunks, shifted
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
+from megatrain.anatomy.widths import Widths, widths
 
 __all__ = [
     "IGNORED",
@@ -16,6 +17,7 @@ __all__ = [
     "Tape",
     "Unit",
     "UnsupportedModelError",
+    "Widths",
     "arithmetic",
     "backward",
     "check",
@@ -26,4 +28,5 @@ __all__ = [
     "send_back_collected",
     "shell_gradients",
     "shifted",
+    "widths",
 ]

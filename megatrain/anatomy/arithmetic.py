@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.anatomy.structure import LayerStack
 from megatrain.trace import causal_area, model_flops
 
-_EXPERTS = re.compile(r"(^|\.)experts\.")
+EXPERTS = re.compile(r"(^|\.)experts\.")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
     head_dim = _count(config, "head_dim") or (width // heads if heads else 0)
     share = active_expert_share(config)
     inside = sum(
-        p.numel() * (share if _EXPERTS.search(name) else 1.0)
+        p.numel() * (share if EXPERTS.search(name) else 1.0)
         for name, p in stack.container.named_parameters()
         if p.ndim >= 2
     )

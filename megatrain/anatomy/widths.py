@@ -1,0 +1,59 @@
+"""How wide one token's way through a model is: what its activations take, read off its tensors and its config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.anatomy.arithmetic import EXPERTS, active_expert_share
+from megatrain.anatomy.structure import Unit
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of elements, from which `workspace` estimates bytes.
+
+    products: inputs and outputs of all matrix products of a token in one layer, of the layer where they are most.
+    vocabulary: logits of one token. heads: attention heads. fused: attention scores are never whole in memory.
+    mask_kinds: different masks that a padded or packed batch has (full, sliding).
+    """
+
+    products: int
+    vocabulary: int
+    heads: int
+    fused: bool
+    mask_kinds: int
+
+
+def widths(model: nn.Module, layers: Iterable[Unit]) -> Widths:
+    """Measure a model; its parameters may be on the meta device."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    share = active_expert_share(config)
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind}
+    heads = getattr(config, "num_attention_heads", None)
+    return Widths(
+        products=max(int(sum(_product(name, p, share) for name, p in unit.parameters.items())) for unit in layers),
+        vocabulary=_vocabulary(model),
+        heads=heads if isinstance(heads, int) else 0,
+        fused=getattr(config, "_attn_implementation", None) != "eager",
+        mask_kinds=max(1, len(kinds)),
+    )
+
+
+def _product(name: str, parameter: torch.Tensor, share: float) -> float:
+    """Matrices may be stacked, one for each expert; a token meets the share of them that it is sent to."""
+    if parameter.ndim < 2:
+        return 0.0
+    *stacked, rows, columns = parameter.shape
+    return math.prod(stacked) * (rows + columns) * (share if EXPERTS.search(name) else 1.0)
+
+
+def _vocabulary(model: Any) -> int:
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int((model.get_input_embeddings().weight if weight is None else weight).shape[0])

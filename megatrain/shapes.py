@@ -1,0 +1,33 @@
+"""How a model and a configuration become bytes: the layouts, and what the host keeps of them.
+
+The engine allocates by these functions and `plan` prints by them, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain import anatomy as parts
+from megatrain.config import EngineConfig
+from megatrain.host import HostShape
+from megatrain.layout import Layout
+
+HOST_SLABS = 3  # host gradient slabs where updates follow each gradient: one landing, one updating, one between
+
+
+def layouts_of(anatomy: parts.Anatomy, compute: torch.dtype) -> tuple[list[Layout], Layout]:
+    """The layout of every layer and of the shell, for a streamed dtype."""
+    dtypes = parts.Dtypes(compute, tuple(parts.kept_in_float32(anatomy.model)))
+    decayed = parts.decayed_parameters(anatomy.model)
+    layouts = [Layout.of(unit.specs(dtypes, decayed)) for unit in anatomy.units]
+    return layouts, Layout.of(anatomy.shell.specs(dtypes, decayed))
+
+
+def host_shape(config: EngineConfig) -> HostShape:
+    """What the host keeps per parameter with this configuration."""
+    return HostShape(
+        split=config.dtype == "bfloat16",
+        moment_bytes=4 if config.moments_dtype == "float32" else 2,
+        keep_gradients=config.optimizer_overlap != "backward",
+        slabs=HOST_SLABS,
+    )
