@@ -122,6 +122,7 @@ class Control:
         """Run on from wherever the engine was held."""
         with self._changed:
             self._paused = False
+            self._allowed_layers = 0
             self._changed.notify_all()
 
     def step_layer(self) -> None:
@@ -148,7 +149,7 @@ class Control:
     def end_step(self) -> None:
         """Called by the engine, also when a step failed."""
         with self._changed:
-            self._inside_step = False
+            self._inside_step = self._waiting = False  # an interrupt may have ended the wait
             self.position = None
 
     def at_layer(self, position: Position) -> Knobs:

@@ -120,7 +120,7 @@ def swapped(ops: list[Op], early: Op, late: Op) -> list[Op]:
     late = replace(late, waits=tuple(wait for wait in late.waits if wait < early.number))
     rest = [op for op in ops if op.number != late.number]
     at = rest.index(early)
-    return rest[:at] + [late] + rest[at:]
+    return [*rest[:at], late, *rest[at:]]
 
 
 def waited(ops: list[Op], op: Op, kind: Kind) -> Op:
@@ -281,7 +281,7 @@ def a_wait_for_itself(ops: list[Op]) -> list[Op]:
     return put(ops, replace(op, waits=(op.number,)))
 
 
-FAULTS = {
+FAULTS: dict[Fault, str] = {
     forward_before_its_load: r"forward 1 .*its read of \('slot', 1\) may run before «load 1 slot1",
     backward_before_its_load: r"backward 0 .*its read of \('slot', .\) may run before «load 0",
     load_into_a_slot_in_use: r"load 2 .*its write to \('slot', 0\) may run before «forward 0",
@@ -339,7 +339,7 @@ def in_backward_update_before_unload(ops: list[Op]) -> list[Op]:
     return without_wait(ops, find(ops, Kind.UPDATE, 1), find(ops, Kind.UNLOAD, 1))
 
 
-IN_BACKWARD_FAULTS = {
+IN_BACKWARD_FAULTS: dict[Fault, str] = {
     in_backward_slab_overwritten: r"unload 0 .*write to \('slab', 0\) may run before «update 3 slab0",
     in_backward_wrong_slab: r"update 2 .*\('slab', 0\) holds .*, not 2",
     in_backward_update_before_unload: r"update 1 .*read of \('slab', 2\) may run before «unload 1",

@@ -1,0 +1,305 @@
+"""Steering from other threads: what the engine does at each layer, and that it never hangs or runs too far."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megatrain.control import Control, Knobs, Position, State, StoppedError
+
+pytestmark = pytest.mark.timeout(60)
+
+BOUND_S = 20.0  # far more than anything here takes; a hang ends as a failure
+LAYERS = 4
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + BOUND_S
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < give_up_s, "this never came true"
+        tick.wait(0.001)
+
+
+class Engine:
+    """Visits layers in steps on a thread of its own, as the real one does."""
+
+    def __init__(self, control: Control, steps: int = 1) -> None:
+        self.control = control
+        self.steps = steps
+        self.ran: list[tuple[int, int, Knobs]] = []  # step, layer, knobs
+        self.refused: StoppedError | None = None
+        self.hold = threading.Event()  # cleared: layers take for ever
+        self.hold.set()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        for step in range(self.steps):
+            try:
+                self.control.begin_step()
+            except StoppedError as error:
+                self.refused = error
+                return
+            for layer in range(LAYERS):
+                knobs = self.control.at_layer(Position(step, "forward", layer))
+                self.ran.append((step, layer, knobs))
+                assert self.hold.wait(BOUND_S)
+            self.control.end_step()
+
+    @property
+    def layers(self) -> list[int]:
+        return [layer for _, layer, _ in self.ran]
+
+    def held_before(self, layer: int) -> bool:
+        position = self.control.position
+        return self.control.state is State.PAUSED and position is not None and position.layer == layer
+
+
+def control(check: Callable[[Knobs], None] = lambda _: None) -> Control:
+    return Control(Knobs(prefetch_depth=1, grad_buffers=2, resident_layers=0), check)
+
+
+def test_states_of_a_step() -> None:
+    steered = control()
+    assert steered.state.value == "idle"
+    steered.begin_step()
+    assert steered.state.value == "running"
+    assert steered.at_layer(Position(0, "forward", 0)) == steered.knobs
+    assert steered.position == Position(0, "forward", 0)
+    steered.end_step()
+    assert steered.state.value == "idle"
+    assert steered.position is None
+    steered.stop()
+    assert steered.state.value == "stopped"
+
+
+def test_pause_holds_before_the_next_layer_and_resume_goes_on() -> None:
+    steered = control()
+    steered.pause()
+    assert steered.paused
+    assert steered.state.value == "idle"  # nothing to hold yet
+    engine = Engine(steered).start()
+    eventually(lambda: engine.held_before(0))
+    assert engine.ran == []
+    steered.resume()
+    engine.join()
+    assert engine.layers == [0, 1, 2, 3]
+    assert not steered.paused
+    assert steered.state.value == "idle"
+
+
+def test_pause_while_a_layer_runs() -> None:
+    steered = control()
+    engine = Engine(steered)
+    engine.hold.clear()
+    engine.start()
+    eventually(lambda: engine.layers == [0])
+    steered.pause()
+    assert steered.state.value == "running"  # this layer is still to finish
+    engine.hold.set()
+    eventually(lambda: engine.held_before(1))
+    assert engine.layers == [0]
+    steered.resume()
+    engine.join()
+
+
+def test_step_layer_lets_exactly_one_run() -> None:
+    steered = control()
+    steered.pause()
+    engine = Engine(steered).start()
+    for layer in range(LAYERS - 1):
+        eventually(lambda layer=layer: engine.held_before(layer))  # type: ignore[misc]
+        assert engine.layers == list(range(layer))
+        steered.step_layer()
+    eventually(lambda: engine.held_before(LAYERS - 1))
+    steered.step_layer()
+    engine.join()
+    assert engine.layers == [0, 1, 2, 3]
+
+
+def test_step_layer_while_running_holds_after_one_more() -> None:
+    steered = control()
+    steered.step_layer()
+    engine = Engine(steered).start()
+    eventually(lambda: engine.held_before(1))
+    assert engine.layers == [0]
+    steered.resume()
+    engine.join()
+
+
+def test_steps_asked_for_in_a_row_are_all_granted() -> None:
+    steered = control()
+    for _ in range(3):
+        steered.step_layer()
+    engine = Engine(steered).start()
+    eventually(lambda: engine.held_before(3))
+    assert engine.layers == [0, 1, 2]
+    steered.stop()
+    engine.join()
+
+
+@pytest.mark.parametrize("forget", [Control.pause, Control.resume])
+def test_layers_granted_before_do_not_count_afterwards(forget: Callable[[Control], None]) -> None:
+    steered = control()
+    for _ in range(3):
+        steered.step_layer()
+    forget(steered)
+    steered.step_layer()
+    engine = Engine(steered).start()
+    eventually(lambda: engine.held_before(1))
+    assert engine.layers == [0]
+    steered.resume()
+    engine.join()
+
+
+def test_stop_lets_the_step_finish_and_no_other_begin() -> None:
+    steered = control()
+    engine = Engine(steered, steps=3)
+    engine.hold.clear()
+    engine.start()
+    eventually(lambda: engine.layers == [0])
+    steered.stop()
+    assert steered.stopping
+    assert steered.state.value == "running"
+    engine.hold.set()
+    engine.join()
+    assert [(step, layer) for step, layer, _ in engine.ran] == [(0, layer) for layer in range(LAYERS)]
+    assert steered.state.value == "stopped"
+    assert "make a new engine" in str(engine.refused)
+
+
+def test_stop_lets_go_of_a_held_step() -> None:
+    steered = control()
+    steered.pause()
+    engine = Engine(steered, steps=2).start()
+    eventually(lambda: engine.held_before(0))
+    steered.stop()
+    engine.join()
+    assert engine.layers == [0, 1, 2, 3]
+    assert steered.state.value == "stopped"
+
+
+def test_no_step_begins_after_stop() -> None:
+    steered = control()
+    steered.stop()
+    with pytest.raises(StoppedError, match=r"the run was stopped \(control.stop\(\)\); make a new engine"):
+        steered.begin_step()
+    assert steered.state.value == "stopped"
+
+
+def test_knobs_apply_at_the_next_layer() -> None:
+    steered = control()
+    steered.pause()
+    engine = Engine(steered).start()
+    eventually(lambda: engine.held_before(0))
+    steered.step_layer()
+    eventually(lambda: engine.held_before(1))
+    steered.set_prefetch_depth(3)  # while it is held: for the very layer it is held at
+    steered.set_grad_buffers(1)
+    steered.set_resident_layers(2)
+    steered.resume()
+    engine.join()
+    assert [knobs for _, _, knobs in engine.ran] == [Knobs(1, 2, 0)] + [Knobs(3, 1, 2)] * 3
+    assert steered.knobs.weight_slots == 3 + 1 + 2
+
+
+def test_refused_knobs_leave_the_old_ones() -> None:
+    def at_most_three_slots(knobs: Knobs) -> None:
+        if knobs.weight_slots > 3:
+            raise ValueError(f"{knobs.weight_slots} slots do not fit")
+
+    steered = control(at_most_three_slots)
+    steered.set_prefetch_depth(2)
+    for turn in (steered.set_prefetch_depth, steered.set_resident_layers):
+        with pytest.raises(ValueError, match="slots do not fit"):
+            turn(9)
+        assert steered.knobs == Knobs(2, 2, 0)
+    steered.begin_step()  # and nothing is left locked
+    assert steered.at_layer(Position(0, "forward", 0)) == Knobs(2, 2, 0)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "2", None])
+def test_knobs_that_are_not_counts_are_refused(value: int) -> None:
+    steered = control()
+    with pytest.raises(ValueError, match=r"prefetch_depth must be a whole number ≥ 0"):
+        steered.set_prefetch_depth(value)
+    with pytest.raises(ValueError, match=r"grad_buffers must be a whole number ≥ 1"):
+        steered.set_grad_buffers(value)
+    with pytest.raises(ValueError, match=r"resident_layers must be a whole number ≥ 0; got"):
+        steered.set_resident_layers(value)
+    assert steered.knobs == Knobs(1, 2, 0)
+
+
+def test_knobs_turned_by_many_threads_are_all_whole() -> None:
+    """Each thread turns one knob; none of the changes is lost or half seen."""
+    seen: list[Knobs] = []
+    steered = control(seen.append)
+
+    def turn(setter: Callable[[int], None]) -> None:
+        for count in range(1, 101):
+            setter(count)
+
+    setters = (steered.set_prefetch_depth, steered.set_grad_buffers, steered.set_resident_layers)
+    threads = [threading.Thread(target=turn, args=(setter,)) for setter in setters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert steered.knobs == Knobs(100, 100, 100)
+    assert len(seen) == 300
+
+
+def test_many_threads_steer_one_engine_to_its_end() -> None:
+    steered = control()
+    engine = Engine(steered, steps=50).start()
+
+    def meddle() -> None:
+        for _ in range(50):
+            steered.pause()
+            steered.step_layer()
+            steered.resume()
+
+    threads = [threading.Thread(target=meddle) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    steered.resume()
+    engine.join()
+    assert [(step, layer) for step, layer, _ in engine.ran] == [(s, i) for s in range(50) for i in range(LAYERS)]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal to one thread on this system")
+def test_an_interrupt_while_held_ends_the_step() -> None:
+    """Ctrl-C in a notebook whose run is held: the viewer must not see a step that is no more."""
+    steered = control()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        eventually(lambda: steered.state is State.PAUSED)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    steered.pause()
+    steered.begin_step()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            steered.at_layer(Position(0, "forward", 0))
+    finally:
+        steered.end_step()
+        thread.join(BOUND_S)
+    assert steered.state.value == "idle"
