@@ -71,33 +71,37 @@ def control(check: Callable[[Knobs], None] = lambda _: None) -> Control:
     return Control(Knobs(prefetch_depth=1, grad_buffers=2, resident_layers=0), check)
 
 
+def shown(steered: Control) -> State:
+    return steered.state
+
+
 def test_states_of_a_step() -> None:
     steered = control()
-    assert steered.state.value == "idle"
+    assert shown(steered) is State.IDLE
     steered.begin_step()
-    assert steered.state.value == "running"
+    assert shown(steered) is State.RUNNING
     assert steered.at_layer(Position(0, "forward", 0)) == steered.knobs
     assert steered.position == Position(0, "forward", 0)
     steered.end_step()
-    assert steered.state.value == "idle"
+    assert shown(steered) is State.IDLE
     assert steered.position is None
     steered.stop()
-    assert steered.state.value == "stopped"
+    assert shown(steered) is State.STOPPED
 
 
 def test_pause_holds_before_the_next_layer_and_resume_goes_on() -> None:
     steered = control()
     steered.pause()
     assert steered.paused
-    assert steered.state.value == "idle"  # nothing to hold yet
+    assert shown(steered) is State.IDLE  # nothing to hold yet
     engine = Engine(steered).start()
     eventually(lambda: engine.held_before(0))
     assert engine.ran == []
     steered.resume()
     engine.join()
     assert engine.layers == [0, 1, 2, 3]
-    assert not steered.paused
-    assert steered.state.value == "idle"
+    assert steered.knobs == Knobs(1, 2, 0)
+    assert shown(steered) is State.IDLE
 
 
 def test_pause_while_a_layer_runs() -> None:
@@ -107,7 +111,7 @@ def test_pause_while_a_layer_runs() -> None:
     engine.start()
     eventually(lambda: engine.layers == [0])
     steered.pause()
-    assert steered.state.value == "running"  # this layer is still to finish
+    assert shown(steered) is State.RUNNING  # this layer is still to finish
     engine.hold.set()
     eventually(lambda: engine.held_before(1))
     assert engine.layers == [0]
@@ -172,11 +176,11 @@ def test_stop_lets_the_step_finish_and_no_other_begin() -> None:
     eventually(lambda: engine.layers == [0])
     steered.stop()
     assert steered.stopping
-    assert steered.state.value == "running"
+    assert shown(steered) is State.RUNNING
     engine.hold.set()
     engine.join()
     assert [(step, layer) for step, layer, _ in engine.ran] == [(0, layer) for layer in range(LAYERS)]
-    assert steered.state.value == "stopped"
+    assert shown(steered) is State.STOPPED
     assert "make a new engine" in str(engine.refused)
 
 
@@ -188,7 +192,7 @@ def test_stop_lets_go_of_a_held_step() -> None:
     steered.stop()
     engine.join()
     assert engine.layers == [0, 1, 2, 3]
-    assert steered.state.value == "stopped"
+    assert shown(steered) is State.STOPPED
 
 
 def test_no_step_begins_after_stop() -> None:
@@ -196,7 +200,7 @@ def test_no_step_begins_after_stop() -> None:
     steered.stop()
     with pytest.raises(StoppedError, match=r"the run was stopped \(control.stop\(\)\); make a new engine"):
         steered.begin_step()
-    assert steered.state.value == "stopped"
+    assert shown(steered) is State.STOPPED
 
 
 def test_knobs_apply_at_the_next_layer() -> None:
@@ -302,4 +306,4 @@ def test_an_interrupt_while_held_ends_the_step() -> None:
     finally:
         steered.end_step()
         thread.join(BOUND_S)
-    assert steered.state.value == "idle"
+    assert shown(steered) is State.IDLE
