@@ -81,7 +81,8 @@ def test_states_of_a_step() -> None:
     steered.begin_step()
     assert shown(steered) is State.RUNNING
     assert steered.at_layer(Position(0, "forward", 0)) == steered.knobs
-    assert steered.position == Position(0, "forward", 0)
+    position = steered.position
+    assert position == Position(0, "forward", 0)
     steered.end_step()
     assert shown(steered) is State.IDLE
     assert steered.position is None
