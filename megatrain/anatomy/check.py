@@ -172,10 +172,13 @@ def _in_parts(
     tape = anatomy.record(inputs)
     boundaries = [tape.hidden.detach()]
     anatomy.token_elements = tape.hidden.numel() // (PROBE_ROWS * PROBE_TOKENS)
+    random, drawn_from = RandomState(torch.device("cpu")), []
     for index, layer in enumerate(anatomy.layers):
+        drawn_from.append(random.get())
         boundaries.append(calls.forward(layer, _tensors(anatomy, index), tape, index, boundaries[index]))
     loss, gradient = _head(anatomy, tape, boundaries[-1], shifted(labels), shell, add)
     for index in reversed(range(len(anatomy.layers))):
+        random.set(drawn_from[index])  # the recompute drops what forward dropped
         gradient = _backward(anatomy, tape, index, boundaries[index], gradient, names, add)
     for name, part in zip(shell, calls.shell_gradients(tape, gradient, list(shell.values())), strict=True):
         add(name, part)
