@@ -137,7 +137,7 @@ def _difference(
         except Exception as error:  # whatever a model's own code raises when it is called in parts
             return f"called in parts it fails: {type(error).__name__}: {error}"
     tolerance = max(TOLERANCE[p.dtype] for p in anatomy.model.parameters())
-    if not torch.allclose(loss, expected_loss, rtol=tolerance, atol=0):
+    if not torch.allclose(loss.float(), expected_loss.float(), rtol=tolerance, atol=0):
         return (
             f"its loss is {expected_loss.item():.6g}, that of its parts {loss.item():.6g} (layers that share state, or "
             "a loss other than next-token cross-entropy, have this effect)"
