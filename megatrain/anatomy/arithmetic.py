@@ -39,8 +39,8 @@ class Arithmetic:
 def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
     """Count a model. Linear-attention and state-space layers count with their projections only."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    heads, width = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    head_dim = _count(config, "head_dim") or (width // heads if heads else 0)
+    heads, width = count(config, "num_attention_heads"), count(config, "hidden_size")
+    head_dim = count(config, "head_dim") or (width // heads if heads else 0)
     share = active_expert_share(config)
     inside = sum(
         p.numel() * (share if EXPERTS.search(name) else 1.0)
@@ -52,13 +52,13 @@ def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
 
 def active_expert_share(config: Any) -> float:
     """Experts that a token is sent to ÷ all experts; 1 for a dense model."""
-    chosen = next((n for k in ("num_experts_per_tok", "top_k_experts", "moe_topk") if (n := _count(config, k))), 0)
+    chosen = next((n for k in ("num_experts_per_tok", "top_k_experts", "moe_topk") if (n := count(config, k))), 0)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    experts = next((n for k in names if (n := _count(config, k))), 0)
+    experts = next((n for k in names if (n := count(config, k))), 0)
     return chosen / experts if chosen and experts else 1.0
 
 
-def _count(config: Any, name: str) -> int:
+def count(config: Any, name: str) -> int:
     """A whole number of a configuration; 0 where it has none, or one for each layer (then it raises)."""
     try:
         value = getattr(config, name, None)

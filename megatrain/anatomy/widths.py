@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.anatomy.arithmetic import EXPERTS, active_expert_share
+from megatrain.anatomy.arithmetic import EXPERTS, active_expert_share, count
 from megatrain.anatomy.structure import Unit
 
 
@@ -35,11 +35,10 @@ def widths(model: nn.Module, layers: Iterable[Unit]) -> Widths:
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     share = active_expert_share(config)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind}
-    heads = getattr(config, "num_attention_heads", None)
     return Widths(
         products=max(int(sum(_product(name, p, share) for name, p in unit.parameters.items())) for unit in layers),
         vocabulary=_vocabulary(model),
-        heads=heads if isinstance(heads, int) else 0,
+        heads=count(config, "num_attention_heads"),
         fused=getattr(config, "_attn_implementation", None) != "eager",
         mask_kinds=max(1, len(kinds)),
     )
