@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ class Arena:
         if nbytes:
             mapping = mmap.mmap(-1, nbytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in AdamW and copies
+                with suppress(OSError):  # a kernel built without them says EINVAL
+                    mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in AdamW and copies
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
         if pin:
             self._register()
