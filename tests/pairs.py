@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ def gap(found: Tensors, expected: Tensors, names: Iterable[str] | None = None) -
     names = list(expected if names is None else names)
     total = sum(float(expected[name].double().square().sum()) for name in names)
     wrong = sum(float((found[name].cpu().double() - expected[name].cpu().double()).square().sum()) for name in names)
-    return (wrong / total) ** 0.5 if total else wrong**0.5
+    return math.sqrt(wrong / total if total else wrong)
 
 
 def batches_for(model: PreTrainedModel, steps: int = 3, rows: int = ROWS, **options: Any) -> list[Batch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ BALANCED = named(
     qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text
     """
 )
-WITH_BALANCING = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
+WITH_BALANCING: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
 
 # Parts of its indexer have a gradient of zero up to rounding, which AdamW makes large. Measured 1.9e-6.
 BALANCED_TOLERANCE = {"deepseek_v4": 5e-6}
@@ -160,7 +161,8 @@ def test_every_family_whose_loss_can_have_a_balancing_part_is_listed() -> None:
 
 def balancing_changes_loss(family: str) -> bool:
     losses = []
-    for options in ({}, WITH_BALANCING):
+    plain: dict[str, Any] = {}
+    for options in (plain, WITH_BALANCING):
         model = build(family, layers=2, **options)
         with torch.no_grad():
             losses.append(float(model(**make_batch(model, MICRO_ROWS)).loss))
