@@ -7,6 +7,7 @@ tensors passed in, loss in chunks, gradients sent back layer by layer). Loss and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,10 +84,12 @@ def _whole(
 ) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradients of the untouched model; learns what form each layer's output has."""
     outputs: dict[int, Any] = {}
+    counts = Counter[int]()
 
     def remember(index: int) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             outputs[index] = form_of(output)
+            counts[index] += 1
 
         return hook
 
@@ -105,6 +108,9 @@ def _whole(
     missing = [anatomy.stack.name_of(i) for i in range(len(anatomy.layers)) if i not in outputs]
     if missing:
         raise UnsupportedModelError(f"{missing[0]} is not called in a forward pass; it cannot be streamed")
+    repeated = [anatomy.stack.name_of(i) for i in range(len(anatomy.layers)) if counts[i] > 1]
+    if repeated:
+        raise UnsupportedModelError(f"{repeated[0]} is called more than once in a forward pass; it cannot be streamed")
     for name, buffer in _layer_buffers(anatomy):
         if not torch.equal(buffers[name], buffer):
             raise UnsupportedModelError(
@@ -173,9 +179,14 @@ def _in_parts(
     boundaries = [tape.hidden.detach()]
     anatomy.token_elements = tape.hidden.numel() // (PROBE_ROWS * PROBE_TOKENS)
     random, drawn_from = RandomState(torch.device("cpu")), []
+    with random.kept():
+        other = anatomy.record({name: tensor.flip(0) for name, tensor in inputs.items()})
+    other_hidden = other.hidden.detach()
     for index, layer in enumerate(anatomy.layers):
         drawn_from.append(random.get())
         boundaries.append(calls.forward(layer, _tensors(anatomy, index), tape, index, boundaries[index]))
+        with random.kept():  # another micro-batch in between must not change what a layer computes
+            other_hidden = calls.forward(layer, _tensors(anatomy, index), other, index, other_hidden)
     loss, gradient = _head(anatomy, tape, boundaries[-1], shifted(labels), shell, add)
     for index in reversed(range(len(anatomy.layers))):
         random.set(drawn_from[index])  # the recompute drops what forward dropped
