@@ -227,6 +227,19 @@ def test_offloaded_inputs() -> None:
     """)
 
 
+def test_inputs_come_back_while_the_layer_above_is_at_work() -> None:
+    """Issued in the visit before the one that needs them; with nothing loaded ahead, in that very one."""
+    shape = StepShape(micro_batches=2, offload=True)
+    for ahead, early in ((0, 0), (1, 1), (3, 1)):
+        played = play(schedule(4), shape, depth(ahead))
+        fetched = {
+            began.visit.layer: [op.layer for op in played.visit_ops(i) if op.kind is Kind.FETCH]
+            for i, began in enumerate(played.visits)
+            if began.visit.phase == "backward"
+        }
+        assert fetched == {layer + early: [layer] * 2 for layer in range(3)} | {0 if early else 3: []}
+
+
 def test_updates_that_follow_each_gradient() -> None:
     """Two host slabs in turn, one gradient buffer: an unload waits for the update that frees its slab."""
     planned = schedule(3, update_in_backward=True, slabs=2)
@@ -283,6 +296,13 @@ def test_frozen_layers_stay_in_slots_across_steps() -> None:
         26 norm shell
         27 update 2 after 25
     """)
+
+
+def test_of_frozen_layers_the_first_are_kept() -> None:
+    """The next step begins with them, so its forward need not wait for a load."""
+    shape = StepShape(micro_batches=1, backward_from=3, shell_backward=False)
+    played = play(schedule(4, trained=[3], shell_trained=False), shape, depth(0, resident=1), steps=3)
+    assert [op.layer for op in played.of(Kind.LOAD)] == [None, 0, 1, 2, 3, 1, 2, 3, 1, 2, 3]
 
 
 def test_a_frozen_layer_between_trained_ones_passes_gradients_on() -> None:

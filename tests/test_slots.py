@@ -133,6 +133,14 @@ def test_the_viewer_gets_the_times_of_the_span() -> None:
     ]
 
 
+def test_the_peak_stays_when_bytes_are_given_back() -> None:
+    ledger = Ledger()
+    ledger.hold(10)
+    ledger.release(8)
+    ledger.hold(3)
+    assert (ledger.held_bytes, ledger.peak_bytes) == (5, 10)
+
+
 def test_the_ledger_counts_across_threads() -> None:
     ledger = Ledger()
 
