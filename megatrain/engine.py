@@ -38,7 +38,7 @@ from megatrain.memory import (
 )
 from megatrain.optim import join, native_available, split
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
-from megatrain.shapes import HOST_SLABS, host_shape, layouts_of
+from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
 from megatrain.trace import Marker, Recorder, StepRecord
 from megatrain.update import Hyperparameters
 from megatrain.workspace import workspace
@@ -77,13 +77,8 @@ class StreamingEngine:
         self.optimizer = optimizer or AdamWConfig()
         self.lr = self.optimizer.lr
         self._device = _device(self.config.device)
-        self._clipping = self.optimizer.max_grad_norm is not None
         self._update_in_backward = self.config.optimizer_overlap == "backward"
-        if self._update_in_backward and self._clipping:
-            raise ValueError(
-                'optimizer_overlap="backward" applies a gradient before the global norm is known; set '
-                'max_grad_norm=None, or optimizer_overlap="forward"'
-            )
+        require_agreement(self.config, self.optimizer)
         self.recorder = Recorder()
         self.model = model
         self._failure: BaseException | None = None
@@ -92,7 +87,13 @@ class StreamingEngine:
         self._size = StepSize()  # of the last step
         self._offloaded: OffloadedInputs | None = None
         self._names = list(model.state_dict())
-        self._take_apart(model)
+        resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
+        self._knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
+        self._examine(model)
+        self._budget_bytes = self._device_budget()
+        self._require_room(self._knobs)
+        self._take_over()
+        self._budget_bytes = self._device_budget()
         self._schedule = Schedule(
             layers=len(self._layouts),
             trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
@@ -100,9 +101,6 @@ class StreamingEngine:
             update_in_backward=self._update_in_backward,
             slabs=HOST_SLABS,
         )
-        resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
-        self._knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
-        self._budget_bytes = self._device_budget()
         self._executor = Executor(
             self._anatomy,
             self._layouts,
@@ -113,16 +111,11 @@ class StreamingEngine:
             self.config.loss_chunk_tokens,
         )
         self.control = Control(self._knobs, self._require_room)
-        try:
-            self._require_room(self._knobs)
-        except ValueError:
-            self.close()
-            raise
 
     # ---- construction ----
 
-    def _take_apart(self, model: Any) -> None:
-        """Check the model, then move its tensors into host arenas."""
+    def _examine(self, model: Any) -> None:
+        """Refuse what cannot be trained exactly, and learn what the model consists of; its tensors stay as they are."""
         model.to("cpu")
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             model.gradient_checkpointing_disable()  # the engine recomputes each layer itself
@@ -134,6 +127,9 @@ class StreamingEngine:
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
         if not any(layout.trained for layout in [self._shell_layout, *self._layouts]):
             raise ValueError("no parameter requires a gradient; set requires_grad on what is to be trained")
+
+    def _take_over(self) -> None:
+        """Move the model's tensors into host arenas."""
         self._host = HostStore(
             self._layouts, self._shell_layout, host_shape(self.config), pin=self._device.type == "cuda"
         )

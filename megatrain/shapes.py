@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatrain import anatomy as parts
-from megatrain.config import EngineConfig
+from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.host import HostShape
 from megatrain.layout import Layout
 
@@ -31,3 +31,12 @@ def host_shape(config: EngineConfig) -> HostShape:
         keep_gradients=config.optimizer_overlap != "backward",
         slabs=HOST_SLABS,
     )
+
+
+def require_agreement(config: EngineConfig, optimizer: AdamWConfig) -> None:
+    """Raise ValueError for two choices that exclude each other."""
+    if config.optimizer_overlap == "backward" and optimizer.max_grad_norm is not None:
+        raise ValueError(
+            'optimizer_overlap="backward" applies a gradient before the global norm is known; set '
+            'max_grad_norm=None, or optimizer_overlap="forward"'
+        )

@@ -1,8 +1,9 @@
 """What a step takes on the device on top of what the engine holds: an estimate, read off shapes.
 
 Kernels, autograd and the model's own code allocate it; nobody can add it up exactly for every model. The
-factors below were measured with a counter of live bytes on CPU (torch 2.13, transformers 5.23; llama, qwen3,
-gemma3, gpt_oss, mixtral, qwen3_moe): the estimate lies between 0.9 and 1.5 times what was counted.
+factors below were found by counting live bytes on a CPU (torch 2.13, transformers 5.23): for llama, qwen3,
+gemma3, gpt_oss and qwen3_moe in both dtypes the estimate is 0.9 to 1.2 times the count. Attention that is not
+fused and computes its softmax in float32 takes up to twice the scores' estimate in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatrain.anatomy import Widths
 from megatrain.layout import Layout
 from megatrain.memory import StepSize
 
-RECOMPUTE_FACTOR = 1.75  # norms, activations and rotary tables on top of matrix products: counted 1.3 to 2.0
+PRODUCT_COPIES = 1.2  # of the inputs and outputs of matrix products; the rest is activation functions
+NORM_BYTES = 8  # norms keep their input in float32, and more than that on the way back
 SCORE_COPIES = 3  # of whole attention scores: themselves, their softmax and its gradient
 LOGIT_BYTES = 12  # float32 log-probabilities, their gradient and the logits' gradient, whatever the compute dtype
 
@@ -61,11 +63,12 @@ def workspace(
     itemsize: bytes of the compute dtype. chunk_tokens: tokens of a loss chunk.
     """
     logits = min(chunk_tokens, size.micro_batch_tokens) * widths.vocabulary
+    token_bytes = int(PRODUCT_COPIES * widths.products * itemsize) + NORM_BYTES * widths.norms
     scores = 0 if widths.fused else widths.heads * size.micro_batch_tokens * size.sequence
     return Workspace(
         masks=widths.mask_kinds * size.tokens * size.sequence * (1 if widths.fused else itemsize),
         first_input=size.boundary_bytes if offload else 0,
-        recompute=int(RECOMPUTE_FACTOR * widths.products) * size.micro_batch_tokens * itemsize,
+        recompute=size.micro_batch_tokens * token_bytes,
         scores=SCORE_COPIES * scores * itemsize,
         layer_gradient=_largest_gradient(layouts),
         loss_chunk=logits * LOGIT_BYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +19,27 @@ class Widths:
     """Numbers of elements, from which `workspace` estimates bytes.
 
     products: inputs and outputs of all matrix products of a token in one layer, of the layer where they are most.
+    norms: elements that pass through norms likewise (norms of single heads count once).
     vocabulary: logits of one token. heads: attention heads. fused: attention scores are never whole in memory.
     mask_kinds: different masks that a padded or packed batch has (full, sliding).
     """
 
     products: int
+    norms: int
     vocabulary: int
     heads: int
     fused: bool
     mask_kinds: int
 
 
-def widths(model: nn.Module, layers: Iterable[Unit]) -> Widths:
+def widths(model: nn.Module, units: Sequence[Unit]) -> Widths:
     """Measure a model; its parameters may be on the meta device."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     share = active_expert_share(config)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind}
     return Widths(
-        products=max(int(sum(_product(name, p, share) for name, p in unit.parameters.items())) for unit in layers),
+        products=max(int(sum(_product(name, p, share) for name, p in unit.parameters.items())) for unit in units),
+        norms=max(sum(p.numel() for name, p in unit.parameters.items() if _is_norm(name, p)) for unit in units),
         vocabulary=_vocabulary(model),
         heads=count(config, "num_attention_heads"),
         fused=getattr(config, "_attn_implementation", None) != "eager",
@@ -50,6 +53,10 @@ def _product(name: str, parameter: torch.Tensor, share: float) -> float:
         return 0.0
     *stacked, rows, columns = parameter.shape
     return math.prod(stacked) * (rows + columns) * (share if EXPERTS.search(name) else 1.0)
+
+
+def _is_norm(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 1 and not name.endswith("bias")
 
 
 def _vocabulary(model: Any) -> int:

@@ -1,0 +1,128 @@
+"""The `megatrain` command. What needs torch is imported inside the commands, so that help comes at once."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megatrain.machine import Machine
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: one line for an error, wherever it is printed
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DOES_NOT_FIT, WRONG_USE = 1, 2  # exit codes
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@app.callback()
+def root() -> None:
+    """Train language models larger than your GPU, exactly."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GB" (10⁹), "24GiB" (2³⁰), "1.5TB" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)?B?)", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse_resident(text: str) -> int | str:
+    """A number of layers, or "auto"."""
+    if text == "auto" or text.isdigit():
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f'{text!r} is neither a number of layers nor "auto"')
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A preset (see below), a folder with a config.json, or a model of the hub.")
+    ] = "llama-8b",
+    machine: Annotated[
+        str, typer.Option(help="A described machine instead of this one: h200, rtx-4090 or rtx-3090.")
+    ] = "this",
+    device_memory: Annotated[
+        Any, typer.Option(parser=parse_size, metavar="SIZE", help="A GPU with so much memory, such as 24GB.")
+    ] = None,
+    host_memory: Annotated[
+        Any, typer.Option(parser=parse_size, metavar="SIZE", help="A machine with so much RAM, such as 1.5TB.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
+    sequence: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 2048,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per layer visit; all if not given.")] = None,
+    depth: Annotated[int, typer.Option(help="Layers loaded ahead.")] = 1,
+    grad_buffers: Annotated[int, typer.Option(help="Device buffers for a layer's gradient.")] = 2,
+    resident: Annotated[
+        Any, typer.Option(parser=parse_resident, metavar="N|auto", help="Further layers kept on the device.")
+    ] = "0",
+    loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at one time.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="bfloat16 (with an exact fp32 master) or float32.")] = "bfloat16",
+    moments: Annotated[str, typer.Option(help="float32, or bfloat16 for small hosts.")] = "float32",
+    overlap: Annotated[
+        str, typer.Option(help="When AdamW runs: forward, none, or backward (no clipping).")
+    ] = "forward",
+    offload: Annotated[
+        bool | None, typer.Option("--offload/--no-offload", help="Saved inputs go to the host; by default if needed.")
+    ] = None,
+) -> None:
+    """Say what a training run needs of RAM and device memory, and whether it fits. Nothing is allocated.
+
+    Presets: gpt-oss-120b, gpt-oss-20b, llama-8b, dense-120b. Exit code 0: it fits; 1: it does not; 2: wrong use.
+    """
+    from megatrain.config import AdamWConfig, EngineConfig
+
+    try:
+        config = EngineConfig(
+            dtype=dtype,  # type: ignore[arg-type]
+            micro_batch_size=micro_batch,
+            prefetch_depth=depth,
+            grad_buffers=grad_buffers,
+            resident_layers=resident,
+            loss_chunk_tokens=loss_chunk,
+            moments_dtype=moments,  # type: ignore[arg-type]
+            optimizer_overlap=overlap,  # type: ignore[arg-type]
+            offload_activations="auto" if offload is None else offload,
+        )
+        optimizer = AdamWConfig(max_grad_norm=None if overlap == "backward" else 1.0)
+        fits = _print_plan(model, config, optimizer, _machine(machine, device_memory, host_memory), batch, sequence)
+    except ValueError as error:
+        typer.echo(f"Error: {str(error).splitlines()[0]}", err=True)  # transformers may list all its models after it
+        raise typer.Exit(WRONG_USE) from None
+    raise typer.Exit(0 if fits else DOES_NOT_FIT)
+
+
+def _print_plan(model: str, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int) -> bool:
+    from megatrain.anatomy.presets import named_config
+    from megatrain.plan import plan as plan_run
+
+    planned = plan_run(named_config(model), config, optimizer, batch=batch, sequence=sequence, machine=machine)
+    typer.echo(str(planned))
+    return planned.fits
+
+
+def _machine(name: str, device_bytes: int | None, host_bytes: int | None) -> Machine:
+    """This machine or a described one, with other sizes where they are given."""
+    from megatrain.machine import MACHINES, detect, resized
+
+    if name != "this" and name not in MACHINES:
+        raise ValueError(f"--machine must be one of {', '.join(['this', *MACHINES])}; got {name!r}")
+    machine = detect() if name == "this" else MACHINES[name]
+    return resized(machine, host_bytes=host_bytes, device_bytes=device_bytes)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

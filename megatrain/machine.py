@@ -1,0 +1,216 @@
+"""What a workstation has, detected or described: cores, memory per tier, and how fast bytes move."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+CUDA_CONTEXT_BYTES = 600_000_000  # what CUDA itself takes on a card before the first tensor
+MEASURED_BYTES = 128 << 20  # of each copy: source and target together are larger than caches
+MEASURED_COPIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Bytes and rates of one workstation with at most one GPU.
+
+    name: the processor, or what a described machine is called. host_available_bytes: RAM that can still be taken.
+    gpu: a card that torch can use, or None. device_free_bytes: of its device_bytes, what tensors can take.
+    unusable_gpu: a card that the driver names but torch cannot use. The rates are None until measured;
+    host_memory_bytes_per_s counts bytes read and bytes written. Without a GPU the link is a copy in RAM.
+    """
+
+    name: str
+    cores: int
+    host_bytes: int
+    host_available_bytes: int
+    gpu: str | None = None
+    device_bytes: int = 0
+    device_free_bytes: int = 0
+    unusable_gpu: str | None = None
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    host_memory_bytes_per_s: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, {self.cores} cores, {_gb(self.host_bytes)} RAM ({_gb(self.host_available_bytes)} free)"]
+        if self.gpu is not None:
+            lines.append(f"{self.gpu}, {_gb(self.device_bytes)} ({_gb(self.device_free_bytes)} free)")
+        elif self.unusable_gpu is not None:
+            lines.append(f"no GPU that torch can use (the driver names {self.unusable_gpu}: install torch with CUDA)")
+        else:
+            lines.append("no GPU")
+        rates = {
+            "host memory": self.host_memory_bytes_per_s,
+            "host → device": self.h2d_bytes_per_s,
+            "device → host": self.d2h_bytes_per_s,
+        }
+        measured = [f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items() if rate is not None]
+        return "; ".join([*lines, *measured])
+
+
+def describe(name: str, *, host_bytes: int, gpu: str | None = None, device_bytes: int = 0, cores: int = 16) -> Machine:
+    """A machine that is not this one, with nothing else running on it."""
+    machine = Machine(name=name, cores=cores, host_bytes=host_bytes, host_available_bytes=host_bytes, gpu=gpu)
+    return resized(machine, device_bytes=device_bytes) if gpu is not None else machine
+
+
+def resized(machine: Machine, *, host_bytes: int | None = None, device_bytes: int | None = None) -> Machine:
+    """`machine` as it would be with other memory, free but for CUDA's own; None = as it is."""
+    if host_bytes is not None:
+        machine = replace(machine, host_bytes=host_bytes, host_available_bytes=host_bytes)
+    if device_bytes is not None:
+        free = max(0, device_bytes - CUDA_CONTEXT_BYTES)
+        gpu = machine.gpu or "a GPU"
+        machine = replace(machine, gpu=gpu, device_bytes=device_bytes, device_free_bytes=free, unusable_gpu=None)
+    return machine
+
+
+def _gib(number: float) -> int:
+    return int(number * 2**30)
+
+
+# Device bytes are what torch reports of these cards, a little less than what is printed on their boxes.
+H200_1_5TB = describe("H200", host_bytes=1_500_000_000_000, gpu="NVIDIA H200", device_bytes=_gib(139.8), cores=64)
+RTX_4090 = describe("RTX 4090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 4090", device_bytes=_gib(23.6))
+RTX_3090 = describe("RTX 3090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 3090", device_bytes=_gib(23.6))
+MACHINES = {"h200": H200_1_5TB, "rtx-4090": RTX_4090, "rtx-3090": RTX_3090}
+
+
+# ---- detection ----
+
+
+def detect() -> Machine:
+    """This machine, within the limits of the container it runs in."""
+    memory = psutil.virtual_memory()
+    limits = [limit for limit in cgroup_limits() if limit.nbytes < memory.total]
+    machine = Machine(
+        name=_processor(),
+        cores=_cores(),
+        host_bytes=min([int(memory.total), *(limit.nbytes for limit in limits)]),
+        host_available_bytes=min([int(memory.available), *(limit.available_bytes for limit in limits)]),
+    )
+    if not torch.cuda.is_available():
+        return replace(machine, unusable_gpu=_driver_names())
+    free, total = torch.cuda.mem_get_info()
+    return replace(machine, gpu=torch.cuda.get_device_name(), device_bytes=total, device_free_bytes=free)
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A container's limit and what is left of it."""
+
+    nbytes: int
+    available_bytes: int
+
+
+def cgroup_limits(root: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[MemoryLimit]:
+    """Memory limits of the control groups (version 2, or 1) that this process is in; those without one left out."""
+    try:
+        paths = [line.split(":", 2)[2] for line in membership.read_text().splitlines()]
+    except (OSError, IndexError):
+        paths = []
+    folders = {root, root / "memory"}
+    for path in paths:
+        for base in (root, root / "memory"):
+            folder = base / path.lstrip("/")
+            folders |= {folder, *(parent for parent in folder.parents if parent.is_relative_to(base))}
+    found = (_limit(folder) for folder in sorted(folders))
+    return [limit for limit in found if limit is not None]
+
+
+def _limit(folder: Path) -> MemoryLimit | None:
+    """Files of version 2, or of version 1. Cached file pages count as used, but are given up when needed."""
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return MemoryLimit(limit, max(0, limit - used + _statistic(folder / "memory.stat", cache_name)))
+    return None
+
+
+def _statistic(file: Path, name: str) -> int:
+    try:
+        pairs = dict(line.split() for line in file.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(pairs.get(name, 0))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _driver_names() -> str | None:
+    """The first card that NVIDIA's driver knows, if there is a driver."""
+    try:
+        pynvml.nvmlInit()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError:
+        return None
+    return str(name)
+
+
+# ---- measurement ----
+
+
+def measure(machine: Machine) -> Machine:
+    """`machine` (this one) with its rates; takes a second and 0.3 GB of RAM."""
+    source = torch.ones(MEASURED_BYTES, dtype=torch.uint8)
+    target = torch.zeros(MEASURED_BYTES, dtype=torch.uint8)
+    host = 2 * _rate(lambda: target.copy_(source))
+    if machine.gpu is not None:
+        h2d, d2h = _cuda_link()
+    else:
+        h2d = d2h = _rate(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), MEASURED_BYTES))
+    return replace(machine, host_memory_bytes_per_s=host, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
+
+
+def _rate(copy: Callable[[], Any]) -> float:
+    """Bytes copied per second: the best of a few copies after one to warm up."""
+    seconds = []
+    for _ in range(1 + MEASURED_COPIES):
+        start = time.perf_counter()
+        copy()
+        seconds.append(time.perf_counter() - start)
+    return MEASURED_BYTES / min(seconds[1:])
+
+
+def _cuda_link() -> tuple[float, float]:
+    """Bytes per second to the card and back, from and to pinned memory."""
+    host = torch.empty(MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device="cuda")
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return _rate(lambda: copy(device, host)), _rate(lambda: copy(host, device))
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB"

@@ -1,0 +1,179 @@
+"""The command line: what it prints, its exit codes, and that help does not wait for torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from megatrain import cli
+
+BIG = ["--host-memory", "4TB", "--device-memory", "80GB"]
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, list(arguments), terminal_width=200)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(cli.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": root} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_starts_without_torch() -> None:
+    code = """
+import sys
+from megatrain.cli import main
+for arguments in (["--help"], ["plan", "--help"]):
+    sys.argv = ["megatrain", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "megatrain" in done.stdout
+    assert "gpt-oss-120b" in done.stdout
+
+
+def test_help_says_what_each_exit_code_means() -> None:
+    result = invoke("plan", "--help")
+    assert result.exit_code == 0
+    words = " ".join(result.output.split())
+    assert "Exit code 0: it fits; 1: it does not; 2: wrong use." in words
+    for option in ("--device-memory", "--host-memory", "--micro-batch", "--depth", "--no-offload"):
+        assert option in words
+
+
+def test_a_plan_that_fits() -> None:
+    result = invoke("plan", "gpt-oss-120b", "--micro-batch", "1", *BIG)
+    assert result.exit_code == 0, result.output
+    assert "116.83 B parameters" in result.output
+    assert "it fits" in result.output
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    result = invoke("plan", "dense-120b", "--machine", "rtx-4090")
+    assert result.exit_code == 1
+    assert "it does not fit:\n- RAM: " in result.output
+
+
+def test_plans_llama_on_this_machine_where_nothing_is_said() -> None:
+    result = invoke("plan")
+    assert result.exit_code in (0, 1)
+    assert "8.03 B parameters" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "3", "--sequence", "100"], "3 × 100 = 300 tokens"),
+        (["--micro-batch", "2"], "micro-batches: 4"),
+        (["--depth", "2"], "prefetch depth: 2"),
+        (["--resident", "3"], "resident layers: 3"),
+        (["--resident", "auto"], "resident layers: 32"),
+        (["--offload"], "saved inputs: offloaded"),
+        (["--no-offload"], "saved inputs: kept"),
+        (["--dtype", "float32"], "float32, 8 × 2,048"),
+        (["--moments", "bfloat16"], "10.0 bytes a parameter"),
+        (["--overlap", "backward"], "12.4 bytes a parameter"),
+    ],
+)
+def test_options_reach_the_plan(options: list[str], words: str) -> None:
+    assert words in invoke("plan", "llama-8b", *BIG, *options).output
+
+
+def test_a_folder_is_a_model(tmp_path: Path) -> None:
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=128
+    ).save_pretrained(tmp_path)
+    result = invoke("plan", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "3 layers" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/folder"], "Error: no configuration found for '/no/such/folder'"),
+        (["--depth", "-1"], "Error: prefetch_depth must be a whole number ≥ 0"),
+        (["--dtype", "fp8"], "Error: dtype must be one of"),
+        (["--machine", "abacus"], "Error: --machine must be one of this, h200, rtx-4090, rtx-3090; got 'abacus'"),
+        (["--device-memory", "24 parsecs"], "is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes"),
+        (["--resident", "few"], "'few' is neither a number of layers nor \"auto\""),
+        (["--batch", "0"], "Error: batch must be a whole number ≥ 1; got 0"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line(arguments: list[str], words: str) -> None:
+    result = invoke("plan", *arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    if words.startswith("Error"):
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_no_causal_lm_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    result = invoke("plan", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: Unrecognized configuration class")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_name_without_a_network_is_told_in_a_line() -> None:
+    code = 'import sys; from megatrain.cli import main; sys.argv = ["megatrain", "plan", "no-one/no-model"]; main()'
+    done = run_python(code, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
+    assert "no configuration found for 'no-one/no-model'" in line
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24 gb", 24 * 10**9),
+        ("24G", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5TB", 1_500_000_000_000),
+        ("512MiB", 512 * 2**20),
+        ("1000", 1000),
+        ("10B", 10),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert cli.parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1,5TB", "24XB", "1e9", "0GB", "nan"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size; write 24GB"):
+        cli.parse_size(text)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["K", "M", "G", "T"]), st.sampled_from(["", "B", "i", "iB"]))
+def test_every_unit_is_a_thousand_of_the_one_below(number: int, unit: str, end: str) -> None:
+    base = 1024 if end.startswith("i") else 1000
+    assert cli.parse_size(f"{number}{unit}{end}") == number * base ** (" KMGT".index(unit))
