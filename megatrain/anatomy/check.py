@@ -68,15 +68,17 @@ def _only_what_is_compared(anatomy: Anatomy) -> Iterator[frozenset[str]]:
     named = list(anatomy.model.named_parameters())
     everything = sum(p.numel() for _, p in named) < EVERY_GRADIENT_BELOW
     shell = {id(p) for p in anatomy.shell.parameters.values()}
-    needed = {name: p.requires_grad for name, p in named}
-    names = frozenset(name for name, p in named if needed[name] and (everything or id(p) in shell))
+    before = {name: (p.requires_grad, p.grad) for name, p in named}
+    names = frozenset(name for name, p in named if p.requires_grad and (everything or id(p) in shell))
     for name, parameter in named:
         parameter.requires_grad_(name in names)
+        parameter.grad = None
     try:
         yield names
     finally:
         for name, parameter in named:
-            parameter.requires_grad_(needed[name])
+            needed, parameter.grad = before[name]
+            parameter.requires_grad_(needed)
 
 
 def _whole(
@@ -111,11 +113,13 @@ def _whole(
     repeated = [anatomy.stack.name_of(i) for i in range(len(anatomy.layers)) if counts[i] > 1]
     if repeated:
         raise UnsupportedModelError(f"{repeated[0]} is called more than once in a forward pass; it cannot be streamed")
-    for name, buffer in _layer_buffers(anatomy):
-        if not torch.equal(buffers[name], buffer):
-            raise UnsupportedModelError(
-                f"{name} is a buffer that its layer changes while it runs; recomputing the layer would change it twice"
-            )
+    changed = {name: buffer for name, buffer in _layer_buffers(anatomy) if not torch.equal(buffers[name], buffer)}
+    for name, buffer in changed.items():
+        buffer.copy_(buffers[name])
+    if changed:
+        raise UnsupportedModelError(
+            f"{next(iter(changed))} is a buffer that its layer changes while it runs; recomputing the layer would change it twice"
+        )
     anatomy.forms = [outputs[i] for i in range(len(anatomy.layers))]
     parameters = {n: p for n, p in anatomy.model.named_parameters() if n in names}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) if parameters else ()
