@@ -118,7 +118,8 @@ def _whole(
         buffer.copy_(buffers[name])
     if changed:
         raise UnsupportedModelError(
-            f"{next(iter(changed))} is a buffer that its layer changes while it runs; recomputing the layer would change it twice"
+            f"{next(iter(changed))} is a buffer that its layer changes while it runs; recomputing the layer would "
+            "change it twice"
         )
     anatomy.forms = [outputs[i] for i in range(len(anatomy.layers))]
     parameters = {n: p for n, p in anatomy.model.named_parameters() if n in names}
