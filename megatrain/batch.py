@@ -93,7 +93,9 @@ def _sequence_lengths(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> li
     if positions is None:
         return [ids.shape[1]] * ids.shape[0]
     lengths: list[int] = []
-    for row in positions:
+    for row, row_labels in zip(positions, tensors["labels"], strict=True):
         starts = [0, *(int(i) for i in (row[1:] == 0).nonzero().flatten() + 1), len(row)]
+        if not (row_labels[starts[-2] :] != IGNORED).any():
+            starts.pop()  # a last sequence that trains nothing is the padding of the row
         lengths += [stop - start for start, stop in pairwise(starts)]
     return lengths

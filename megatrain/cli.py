@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -98,6 +99,23 @@ def plan(
         typer.echo(f"Error: {str(error).splitlines()[0]}", err=True)  # transformers may list all its models after it
         raise typer.Exit(WRONG_USE) from None
     raise typer.Exit(0 if fits else DOES_NOT_FIT)
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Folder for the model, the timeline page and the metrics.")] = Path(
+        "runs/demo"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 120,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long they may take; decides the model's size.")] = 3,
+) -> None:
+    """Train a small gpt-oss on Python's own docstrings, save it, load it back, and draw what every lane did.
+
+    Needs no GPU, no network and no data. Exit code 0: the loss fell and the saved model loaded; 1: it did not.
+    """
+    from megatrain.demo import run_demo
+
+    raise typer.Exit(0 if run_demo(run_dir, steps=steps, minutes=minutes) else 1)
 
 
 def _print_plan(model: str, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int) -> bool:

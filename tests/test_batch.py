@@ -128,7 +128,8 @@ def test_lengths_of_padded_rows_leave_padding_out() -> None:
 
 def test_lengths_of_packed_sequences_are_found_in_their_positions() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [3, 4, 0, 1, 2, 3]])
-    batch = make_batch(tensors(3, 6) | {"position_ids": positions}, 2, VOCABULARY)
-    assert batch.sequence_lengths == [3, 2, 1, 6, 2, 4]
-    assert batch.sequence_tokens == 18
+    labels = torch.tensor([[-100, 1, 2, -100, 1, -100], [-100, 1, 2, 3, 4, 5], [3, 4, -100, 1, 2, 3]])
+    batch = make_batch(tensors(3, 6) | {"position_ids": positions, "labels": labels}, 2, VOCABULARY)
+    assert batch.sequence_lengths == [3, 2, 6, 2, 4]  # the last sequence of row 0 trains nothing: padding
+    assert batch.sequence_tokens == 17
     assert torch.equal(batch.parts[1]["position_ids"], positions[2:])

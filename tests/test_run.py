@@ -73,7 +73,9 @@ def test_the_folder_gets_a_line_for_each_step_and_a_trace(
         assert json.load(file)["traceEvents"]
 
 
-def test_a_skipped_step_is_written_as_null_not_nan(engine: StreamingEngine, batches: list[Batch], tmp_path: Path) -> None:
+def test_a_skipped_step_is_written_as_null_not_nan(
+    engine: StreamingEngine, batches: list[Batch], tmp_path: Path
+) -> None:
     empty = {**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}
     TrainingRun(engine, [empty], steps=1, run_dir=tmp_path).start().wait(TIMEOUT_S)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())

@@ -15,8 +15,9 @@ SlotState = Literal["free", "loading", "ready", "in_use", "draining", "removed"]
 class Span:
     """One piece of work that one lane did.
 
-    op: "load" weights in; "record" the call with stubbed layers; "forward", "head", "backward" compute; "norm" the
-        global gradient norm, read by the host; "unload" gradients out; "update" AdamW; "offload" and "fetch" saved layer inputs to the host and back.
+    op: "load" weights in; "record" the call with stubbed layers; "forward", "head", "backward" compute;
+        "norm" the global gradient norm, read by the host; "unload" gradients out; "update" AdamW;
+        "offload" and "fetch" saved layer inputs to the host and back.
     layer: None = the shell (embeddings, final norm, head). slot: the device buffer, where there is one.
     """
 

@@ -1,0 +1,58 @@
+"""Models from a configuration, from a folder, or from the hub, as the engine wants them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+
+def from_config(config: Any, *, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A randomly initialised model in training mode; the same for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def load_model(name: str | Path, *, dtype: torch.dtype) -> Any:
+    """A pretrained model in training mode, from a folder or the hub; no code from it is ever run.
+
+    Weights that are stored as MXFP4 (gpt-oss) are expanded to `dtype`: quantized ones cannot be trained exactly.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    stored: Any = getattr(config, "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    expand = {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **expand)
+    return model.train()
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer that belongs to a model."""
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def local_weights(name: str) -> Path | None:
+    """Where a hub model's whole files lie on this machine, or None; the hub is not asked."""
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 40) -> str:
+    """What a chat model says to one question, greedily."""
+    chat = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    model.train(was_training)
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()
