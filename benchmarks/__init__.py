@@ -1,0 +1,14 @@
+"""Measurements of the engine, beside plain Hugging Face training wherever that can run.
+
+    python -m benchmarks.cpu      against plain PyTorch on this CPU, in turn, in one run
+    python -m benchmarks.gpu      on a CUDA card: parity, link, AdamW, depths, capped memory, beside plain PyTorch
+    python -m benchmarks.adamw    AdamW alone, beside plain copies
+
+machine     the machine in words, without its name        contenders  the engine and plain training, one step each
+shapes      Llama shapes, models and batches              turns       A B A B timing, and what is made of it
+parity      tiny models: same losses, norms and weights   bounds      which resource a step's model says is the limit
+link        both directions over the engine's own lanes   budget      what still fits into the time
+table       text tables                                   results/    JSON, one file per machine
+
+`LOG.md` holds what was tried and what came of it, also where nothing did.
+"""

@@ -1,0 +1,317 @@
+"""The benchmarks' arithmetic, and that all of their code runs: a typo must not cost an hour on a card."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cpu, gpu, machine, parity, streaming
+from benchmarks.bounds import Rates, predict
+from benchmarks.budget import Budget
+from benchmarks.contenders import Plain
+from benchmarks.report import Report
+from benchmarks.shapes import LLAMA, TINY, batches, make_model
+from benchmarks.table import table
+from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
+
+
+def test_a_table_aligns_names_left_and_figures_right() -> None:
+    assert table(["", "tok/s"], [["ours", 1234.5], ["plain", None], ["x", 0.12345]]) == (
+        "       tok/s\nours   1,234\nplain      –\nx      0.123"
+    )
+
+
+def test_a_table_needs_a_cell_for_each_column() -> None:
+    with pytest.raises(AssertionError, match="one cell for each column"):
+        table(["a", "b"], [["only one"]])
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    about = machine.describe()
+    assert {"cpu", "cores", "ram_bytes", "card", "torch", "transformers"} <= about.keys()
+    assert platform.node() not in json.dumps(about)
+    assert set(machine.slug()) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+
+
+# ---- shapes ----
+
+
+def test_parameters_are_counted_as_the_model_has_them() -> None:
+    for shape in (TINY, TINY.with_layers(2)):
+        assert sum(p.numel() for p in make_model(shape, torch.float32).parameters()) == shape.parameters
+
+
+@pytest.mark.parametrize(("name", "billions"), [("1b", 1.236), ("4b", 4.018), ("8b", 8.030)])
+def test_the_large_shapes_have_the_size_they_are_named_for(name: str, billions: float) -> None:
+    assert LLAMA[name].parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_both_sides_get_the_same_batches() -> None:
+    ours, plain = batches(50, 2, 8), batches(50, 2, 8)
+    first, second = next(ours), next(ours)
+    assert torch.equal(first["input_ids"], next(plain)["input_ids"])
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+    assert first["input_ids"].shape == (2, 8)
+
+
+# ---- turns ----
+
+
+class Scripted:
+    """A contender that only says when it was called."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls, self._losses = name, calls, count(1)
+
+    def step(self) -> tuple[float, float]:
+        self.calls.append(self.name)
+        return float(next(self._losses)), 0.0
+
+    def settle(self) -> None:
+        self.calls.append(self.name + ".")
+
+
+def test_turns_alternate_and_begin_with_a_step_that_is_not_timed() -> None:
+    calls: list[str] = []
+    contenders = {name: Scripted(name, calls) for name in "ab"}
+    timings: dict[str, Timing] = {}
+    take_turns(contenders, timings, rounds=2, steps=2)
+    assert calls == ["a", "a", "a", "a.", "b", "b", "b", "b."] * 2
+    assert timings["a"].timed == [1, 2, 4, 5]
+    assert [len(turn) for turn in timings["a"].turns] == [2, 2]
+    assert timings["a"].losses == [1, 2, 3, 4, 5, 6]
+
+
+def test_indices_of_timed_steps_count_from_the_first_warm_up_step() -> None:
+    contender = Scripted("a", [])
+    timings = {"a": warm_up(contender, 3)}
+    take_turns({"a": contender}, timings, rounds=1, steps=1)
+    assert timings["a"].timed == [4]
+
+
+def test_turns_end_when_the_time_is_up() -> None:
+    calls: list[str] = []
+    left = iter([True, False])
+    contenders = {name: Scripted(name, calls) for name in "ab"}
+    take_turns(contenders, {}, rounds=3, steps=1, may_go_on=lambda: next(left))
+    assert calls == ["a", "a", "a."]
+
+
+def test_a_ratio_per_round_and_the_worst_loss() -> None:
+    ours = Timing(turns=[[1.0, 3.0, 2.0], [4.0]], losses=[2.0, 1.0])
+    plain = Timing(turns=[[1.0], [2.0]], losses=[2.0, 1.25])
+    assert ratios(ours, plain) == [2.0, 2.0]
+    assert worst_difference(ours, plain) == 0.2
+
+
+def test_loss_curves_that_part_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="float32 loss curves differ by"):
+        cpu.require_agreement(Timing(losses=[1.1]), Timing(losses=[1.0]), "float32")
+    with pytest.raises(RuntimeError, match="differ by nan"):
+        cpu.require_agreement(Timing(losses=[1.0, float("nan")]), Timing(losses=[1.0, 1.0]), "float32")
+
+
+# ---- budget and report ----
+
+
+def test_a_part_is_begun_only_if_its_time_is_left() -> None:
+    seconds = iter([0.0, 10.0, 95.0, 95.0])
+    budget = Budget(100, clock=lambda: next(seconds))
+    assert budget.refusal(needs_s=90) is None
+    refusal = budget.refusal(needs_s=6)
+    assert refusal == "skipped: 5 s of the time limit are left, it takes about 6 s"
+
+
+def test_no_time_limit_refuses_nothing() -> None:
+    assert Budget(None).refusal(needs_s=1e9) is None
+
+
+def test_a_time_limit_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="--seconds must be positive"):
+        Budget(0)
+
+
+def test_what_was_put_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.json"
+    report = Report(path, {"machine": "m"})
+    report.put("link", {"h2d": 1.5})
+    assert json.loads(path.read_text()) == {"machine": "m", "link": {"h2d": 1.5}}
+
+
+# ---- bounds ----
+
+CARD = Rates(flops_per_s=600e12, h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9, adamw_parameters_per_s=200e9 / 26)
+
+
+def _bound(tokens: int) -> str:
+    return predict(8_000_000_000, 6 * 8e9 * tokens, CARD).bound
+
+
+def test_the_bound_changes_where_the_arithmetic_says() -> None:
+    # forward hides its loads from F/B = 10.9 K tokens on, backward from F/3B = 3.6 K, the optimizer from bF/2M = 39 K
+    assert _bound(3_000) == "optimizer in forward, weights in in backward"
+    assert _bound(30_000) == "optimizer in forward, compute in backward"
+    assert _bound(40_000) == "compute"
+
+
+def test_a_step_takes_as_long_as_the_slowest_of_each_pass() -> None:
+    predicted = predict(8_000_000_000, 6 * 8e9 * 65_536, CARD)
+    assert 65_536 / predicted.step_s == pytest.approx(600e12 / (8 * 8e9))  # full recompute costs 8 FLOP, not 6
+    assert predicted.forward["optimizer"] == pytest.approx(1.04)
+
+
+def test_layers_that_fit_plainly() -> None:
+    eight = LLAMA["8b"]
+    assert streaming.layers_that_fit_plainly(eight, 10**12) == eight.layers
+    assert streaming.layers_that_fit_plainly(eight, 78 << 30) == 4
+    assert streaming.layers_that_fit_plainly(eight, 24 << 30) == 0
+
+
+# ---- parity ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parity_finds_the_engine_equal(dtype: Any) -> None:
+    found = parity.compare("llama", dtype, "cpu")
+    assert found.passed, found
+
+
+def test_parity_finds_a_model_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_data() -> Iterator[dict[str, torch.Tensor]]:
+        return batches(parity.VOCAB, parity.ROWS, parity.TOKENS, seed=next(seeds))
+
+    seeds = count()
+    monkeypatch.setattr(parity, "_data", other_data)
+    found = parity.compare("llama", "float32", "cpu")
+    assert not found.passed
+    assert found.error is None
+
+
+def test_parity_reports_a_family_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parity.FAMILIES, "none", ("NoSuchFamily", {}))
+    found = parity.compare("none", "float32", "cpu")
+    assert not found.passed
+    assert found.error is not None
+    assert "NoSuchFamily" in found.error
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_every_family_of_the_parity_part_can_be_made(family: str) -> None:
+    first, second = (dict(parity.make(family).named_parameters()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_plain_training_in_micro_batches_is_the_same_training() -> None:
+    whole, parts = (
+        Plain(make_model(TINY, torch.float32), batches(TINY.vocab, 4, 16), torch.float32, 1e-3, micro_batch_size=size)
+        for size in (None, 1)
+    )
+    for _ in range(3):
+        assert whole.step() == pytest.approx(parts.step(), rel=1e-5)
+
+
+def test_plain_bfloat16_keeps_a_master_that_moves_by_less_than_bfloat16_can() -> None:
+    model = make_model(TINY, torch.float32)
+    plain = Plain(model, batches(TINY.vocab, 2, 16), torch.bfloat16, lr=1e-6)
+    before = [master.detach().clone() for master in plain.masters]
+    plain.step()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(m.dtype == torch.float32 and not torch.equal(m, b) for m, b in zip(plain.masters, before, strict=True))
+
+
+# ---- the command lines ----
+
+
+def test_gpu_without_a_card_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "torch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_gpu_parts_keep_their_order_and_can_be_left_out() -> None:
+    assert gpu.parts_of(gpu.parse([])) == [*gpu.PARTS]
+    assert gpu.parts_of(gpu.parse(["--only", "stream", "link"])) == ["link", "stream"]
+    assert "plain" not in gpu.parts_of(gpu.parse(["--skip", "plain", "capped"]))
+
+
+def test_gpu_sizes_can_be_chosen() -> None:
+    sizes = gpu.sizes_of(gpu.parse(["--tokens", "8192", "--cap-gib", "12", "--micro-batch", "1"]))
+    assert (sizes.tokens, sizes.cap_bytes, sizes.micro_batch_size) == ([8192], 12 << 30, 1)
+    assert gpu.sizes_of(gpu.parse([])).tokens == [1 << 14, 1 << 16]
+
+
+@pytest.mark.parametrize(("gib", "name"), [(128, "8b"), (96, "4b"), (32, "1b")])
+def test_the_shape_is_the_largest_that_host_memory_holds(gib: int, name: str) -> None:
+    assert gpu.largest_shape(gib << 30) == name
+
+
+def test_too_little_host_memory_for_any_shape_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match="needs 26 GB of host memory, and 16 GB are free; give --params and --layers"):
+        gpu.largest_shape(16 * 10**9)
+
+
+def test_every_part_of_the_gpu_script_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.json"
+    command = ["--device", "cpu", "--tiny", "--out", str(out), "--rounds", "1", "--steps", "1", "--depths", "0", "1"]
+    assert gpu.main([*command, "--families", "llama"]) == 0
+    found = json.loads(out.read_text())
+    assert found.keys() >= gpu.PARTS.keys()
+    assert not any(name.endswith(gpu.FAILED) for name in found)
+    stream = found["stream"]["0.125K tokens, depth 1"]
+    assert stream["bound"]
+    assert stream["peak_bytes"] > 0
+    assert sum(stream["waits_s"].values()) + stream["busy_s"]["compute"] == pytest.approx(stream["step_s"], rel=0.5)
+    assert found["plain"]["worst_relative_loss_difference"] < 1e-2
+    printed = capsys.readouterr().out
+    assert "0.0625K tokens, depth 1, capped" in printed
+    assert "ours ÷ plain" in printed
+
+
+def test_a_part_that_fails_does_not_take_the_others_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: gpu.Run) -> None:
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setitem(gpu.PARTS, "link", (fails, 0))
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--tiny", "--out", str(out), "--only", "link", "matmul"]) == 1
+    found = json.loads(out.read_text())
+    assert found["link failed"]["error"] == "the link is down"
+    assert found["matmul"]["flops_per_s"] > 0
+    assert "link failed: the link is down" in capsys.readouterr().out
+
+
+def test_parts_that_do_not_fit_into_the_time_are_skipped_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--tiny", "--seconds", "1"]) == 0
+    assert "plain: skipped: " in capsys.readouterr().out
+
+
+def test_depths_that_do_not_fit_are_refused_and_the_others_run() -> None:
+    work = streaming.Workload("cpu", TINY, sequence=16, micro_batch_size=2)
+    need = work.plan(0, 64, cap_bytes=None).held_bytes
+    saved: list[dict[str, Any]] = []
+    cases = [streaming.Case(depth, 64) for depth in (0, 3)]
+    effort = streaming.Effort(rounds=1, steps=1, may_go_on=lambda: True)
+    streaming.measure(work, cases, effort, None, lambda found: saved.append(dict(found)), cap_bytes=need + 1000)
+    assert saved[-1]["0.0625K tokens, depth 0"]["step_s"] > 0
+    assert saved[-1]["0.0625K tokens, depth 3"]["refused"]
+
+
+def test_cpu_benchmark_compares_both_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cpu.json"
+    cpu.main(["--tiny", "--warmup", "1", "--rounds", "1", "--steps", "1", "--adamw-params", "4096", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["dtypes"].keys() == {"float32", "bfloat16"}
+    assert found["dtypes"]["float32"]["worst_relative_loss_difference"] <= 1e-5
+    assert {row["name"] for row in found["adamw"]} >= {"AdamW fp32", "copy, memcpy"}
+    printed = capsys.readouterr().out
+    assert "bfloat16, plain Hugging Face" in printed
+    assert "busy s/step" in printed
