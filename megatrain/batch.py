@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 IGNORED = -100
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ def _require_tensors(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     for name in ("input_ids", "labels"):
         if not isinstance(tensors.get(name), torch.Tensor):
             raise ValueError(f"a batch needs {name!r}, an int64 tensor of shape (batch, tokens); got {sorted(tensors)}")
+    unknown = sorted(tensors.keys() - set(KNOWN))
+    if unknown:
+        raise ValueError(f"a batch holds {', '.join(KNOWN)}; got also {unknown}, which would change nothing or fail")
     ids, labels = tensors["input_ids"], tensors["labels"]
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids must have shape (batch ≥ 1, tokens ≥ 1); got {tuple(ids.shape)}")
@@ -65,9 +69,12 @@ def _require_tensors(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
         if not isinstance(tensor, torch.Tensor) or tensor.shape != ids.shape:
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must be a tensor of the shape of input_ids, {tuple(ids.shape)}; got {shape}")
-    for name in ("input_ids", "labels"):
-        if tensors[name].dtype != torch.int64:
-            raise ValueError(f"{name} must be int64 token ids; got {tensors[name].dtype}: convert with .long()")
+    for name, what in (("input_ids", "token ids"), ("labels", "token ids"), ("position_ids", "positions")):
+        if name in tensors and tensors[name].dtype != torch.int64:
+            raise ValueError(f"{name} must be int64 {what}; got {tensors[name].dtype}: convert with .long()")
+    mask = tensors.get("attention_mask")
+    if mask is not None and mask.is_floating_point():
+        raise ValueError(f"attention_mask must be 1 (a token) and 0 (padding), int64 or bool; got {mask.dtype}")
     return ids, labels
 
 

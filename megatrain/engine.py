@@ -75,7 +75,7 @@ class StreamingEngine:
     def __init__(self, model: Any, config: EngineConfig | None = None, optimizer: AdamWConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.optimizer = optimizer or AdamWConfig()
-        self.lr = self.optimizer.lr
+        self._lr = self.optimizer.lr
         self._device = _device(self.config.device)
         self._update_in_backward = self.config.optimizer_overlap == "backward"
         require_agreement(self.config, self.optimizer)
@@ -349,6 +349,15 @@ class StreamingEngine:
         )
 
     # ---- knobs ----
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step; ValueError where AdamWConfig would not take it."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._lr = replace(self.optimizer, lr=lr).lr
 
     def set_prefetch_depth(self, depth: int) -> None:
         """Load `depth` layers ahead, from the next layer on. From any thread; ValueError if it does not fit."""
