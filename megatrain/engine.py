@@ -167,14 +167,23 @@ class StreamingEngine:
     def _prepare_size(self, batch: Batch) -> bool:
         """Settle what depends on the batch's size; returns whether saved inputs go to the host."""
         token_bytes = self._anatomy.token_elements * getattr(torch, self.config.dtype).itemsize
-        size = StepSize.of(*batch.shape, self.config.micro_batch_size, token_bytes)
-        changed, self._size = size != self._size, size
+        before, self._size = self._size, StepSize.of(*batch.shape, self.config.micro_batch_size, token_bytes)
+        try:
+            return self._make_room(changed=self._size != before)
+        except ValueError:
+            self._size = before  # the batch is not trained on
+            raise
+
+    def _make_room(self, *, changed: bool) -> bool:
+        """Decide on offloading and resident layers for the size at hand; ValueError if it does not fit."""
         knobs = self.control.knobs
         if changed and self.config.resident_layers == "auto":
             knobs = replace(knobs, resident_layers=0)
         offload = self.config.offload_activations
         if offload == "auto":
-            offload = must_offload(self._layouts, self._shell_layout, knobs, size, self._spare_bytes(offload=False))
+            offload = must_offload(
+                self._layouts, self._shell_layout, knobs, self._size, self._spare_bytes(offload=False)
+            )
         if changed and self.config.resident_layers == "auto":
             self.control.set_resident_layers(self._resident_layers(knobs, offload=offload))
         elif changed:
