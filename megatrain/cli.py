@@ -106,7 +106,7 @@ def demo(
     run_dir: Annotated[Path, typer.Option(help="Folder for the model, the timeline page and the metrics.")] = Path(
         "runs/demo"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 120,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long they may take; decides the model's size.")] = 3,
 ) -> None:
     """Train a small gpt-oss on Python's own docstrings, save it, load it back, and draw what every lane did.

@@ -26,7 +26,7 @@ from megatrain.plan import Plan, plan
 from megatrain.run import TrainingRun, cosine_schedule
 
 HUB_NAME = "openai/gpt-oss-120b"
-SEQUENCE, BATCH, MICRO_BATCH, VOCABULARY = 128, 16, 8, 2048
+SEQUENCE, BATCH, MICRO_BATCH, VOCABULARY = 128, 8, 4, 2048
 QUESTION = "# posixpath\ndef join(a, *p):"  # in the form of the training records: module, then signature
 
 
