@@ -116,11 +116,15 @@ def plan(
 # ---- in words ----
 
 
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:,.2f} M"
+
+
 def _heading(plan: Plan) -> list[str]:
     subject, needs = plan.subject, plan.needs
     return [
-        f"{subject.name}: {subject.parameters / 1e9:,.2f} B parameters, {subject.trained_parameters / 1e9:,.2f} B "
-        f"trained, {subject.active_parameters / 1e9:,.2f} B active for a token; {len(subject.layouts)} layers",
+        f"{subject.name}: {_count(subject.parameters)} parameters, {_count(subject.trained_parameters)} "
+        f"trained, {_count(subject.active_parameters)} active for a token; {len(subject.layouts)} layers",
         f"{plan.config.dtype}, {subject.batch} × {subject.sequence:,} = {needs.size.tokens:,} tokens a step, "
         f"micro-batches: {needs.size.micro_batches}, prefetch depth: {needs.knobs.prefetch_depth}, resident layers: "
         f"{needs.knobs.resident_layers}, saved inputs: {'offloaded' if needs.offload else 'kept on the device'}",
