@@ -89,9 +89,15 @@ class StreamingEngine:
         self._names = list(model.state_dict())
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
         self._knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
-        self._examine(model)
-        self._budget_bytes = self._device_budget()
-        self._require_room(self._knobs)
+        self._checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+        self._set_checkpointing(False)  # the engine recomputes each layer itself
+        try:
+            self._examine(model)
+            self._budget_bytes = self._device_budget()
+            self._require_room(self._knobs)
+        except BaseException:
+            self._set_checkpointing(True)
+            raise
         self._take_over()
         self._budget_bytes = self._device_budget()
         self._schedule = Schedule(
@@ -117,8 +123,6 @@ class StreamingEngine:
     def _examine(self, model: Any) -> None:
         """Refuse what cannot be trained exactly, and learn what the model consists of; its tensors stay as they are."""
         model.to("cpu")
-        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            model.gradient_checkpointing_disable()  # the engine recomputes each layer itself
         native_available()  # compile now rather than in the middle of the first step
         self._anatomy = parts.Anatomy(model)
         parts.check(self._anatomy)
@@ -127,6 +131,10 @@ class StreamingEngine:
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
         if not any(layout.trained for layout in [self._shell_layout, *self._layouts]):
             raise ValueError("no parameter requires a gradient; set requires_grad on what is to be trained")
+
+    def _set_checkpointing(self, on: bool) -> None:
+        for module in self._checkpointed:
+            module.gradient_checkpointing = on
 
     def _take_over(self) -> None:
         """Move the model's tensors into host arenas."""
@@ -464,6 +472,7 @@ class StreamingEngine:
             self._anatomy.stubbed.restore()
             self._anatomy.shell.bind(self._shell_layout.views(self._host.shell.weights))
             self.model.to("cpu")
+            self._set_checkpointing(True)
             self._host.close()
             if self._offloaded is not None:
                 self._offloaded.close()
