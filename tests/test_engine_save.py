@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from families import build
 from pairs import LR, Pair, batches_for, differing, engine_config, outcome, require_same
 from reference import make_batch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamWConfig, StreamingEngine
@@ -180,14 +182,18 @@ def test_a_bfloat16_model_comes_back_in_bfloat16() -> None:
     assert engine.model(**make_batch(engine.model)).loss.isfinite()
 
 
+def with_checkpointing(model: PreTrainedModel) -> PreTrainedModel:
+    model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+    return model
+
+
 def checkpointed(model: PreTrainedModel) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def test_activation_checkpointing_of_the_users_model_is_off_meanwhile() -> None:
     model = build("llama")
-    model._set_gradient_checkpointing(True)
-    pair = Pair.of(model, ADAMW)
+    pair = Pair.of(with_checkpointing(model), ADAMW)
     with pair.engine:
         assert not checkpointed(model)
         pair.require_equal_bits(batches_for(pair.plain, steps=2))
@@ -195,8 +201,7 @@ def test_activation_checkpointing_of_the_users_model_is_off_meanwhile() -> None:
 
 
 def test_activation_checkpointing_of_a_refused_model_stays_on() -> None:
-    model = build("gemma4_text")
-    model._set_gradient_checkpointing(True)
+    model = with_checkpointing(build("gemma4_text"))
     with pytest.raises(ValueError, match="outside any layer"):
         StreamingEngine(model, engine_config())
     assert checkpointed(model)

@@ -16,10 +16,9 @@ import pytest
 import tiny_models as tm
 import torch
 from families import VOCAB, build
-from memory_watch import PeakBytes
+from live_logits import LiveLogits
 from pairs import LR, MICRO_ROWS, Pair, batches_for, engine_config, gap, outcome, require_same
 from reference import Batch, make_batch
-from test_loss import as_wide_as_the_vocabulary
 from tiny_models import tiny
 from torch import Tensor
 
@@ -132,7 +131,7 @@ def test_logits_of_a_step_are_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPat
     peaks = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with PeakBytes(as_wide_as_the_vocabulary) as watch:  # a mode counts in the thread that enters it
+        with LiveLogits(VOCAB, hidden=64) as watch:  # a mode counts in the thread that enters it
             result = head(*args, **kwargs)
         peaks.append(watch.peak_bytes)
         return result

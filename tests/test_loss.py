@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, build
-from memory_watch import PeakBytes
+from live_logits import LiveLogits
 from reference import IGNORED, Batch, make_batch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -138,15 +138,10 @@ def test_logits_in_memory_do_not_grow_with_the_batch(family: str) -> None:
     for rows, seq in ((1, 16), (2, 64), (8, 128)):
         model = build(family)
         streamed = Streamed(model, make_batch(model, rows, seq))
-        with PeakBytes(as_wide_as_the_vocabulary) as watch:
+        with LiveLogits(VOCAB, HIDDEN) as watch:
             streamed.head(CHUNK)
         assert watch.made > 4 * rows * seq // CHUNK, "the watch sees every chunk"
         peaks.append(watch.peak_bytes)
     assert peaks[2] == peaks[1] == peaks[0]
     assert peaks[2] <= 6 * CHUNK * VOCAB * FLOAT_BYTES
     assert peaks[2] < 8 * 128 * VOCAB * FLOAT_BYTES / 4, "far from all logits"
-
-
-def as_wide_as_the_vocabulary(tensor: Tensor) -> bool:
-    """Logits and what is made of them; not the head's weight or its gradient."""
-    return tensor.ndim > 1 and tensor.shape[-1] == VOCAB and tensor.shape[-2] != HIDDEN
