@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -19,7 +18,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def executed(run_dir: Path) -> Iterator[nbformat.NotebookNode]:
+def executed(run_dir: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MEGATRAIN_STEPS", str(STEPS))
@@ -28,7 +27,7 @@ def executed(run_dir: Path) -> Iterator[nbformat.NotebookNode]:
         environment.setenv("HF_HUB_OFFLINE", "1")
         client = NotebookClient(notebook, timeout=240, store_widget_state=False, kernel_name="python3")
         client.execute(cwd=str(NOTEBOOK.parent))
-    yield notebook
+    return notebook
 
 
 def outputs(notebook: nbformat.NotebookNode) -> str:
