@@ -6,6 +6,7 @@ the operation names, so that the proof in `hazards` is about this code.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,8 @@ class Executor:
         self._recorder = recorder
         self._loss_chunk_tokens = loss_chunk_tokens
         self._lanes = Lanes.on(device, recorder)
+        # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
+        weakref.finalize(self, self._lanes.close)
         self._dones: dict[int, Done] = {}
         self._random = parts.RandomState(device)
         self.ledger = Ledger()
