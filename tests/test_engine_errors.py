@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,6 +380,40 @@ def test_a_closed_engine_refuses_work_and_closes_again() -> None:
     for call in (lambda: engine.step(BATCH), engine.flush, engine.state_dict):
         with pytest.raises(RuntimeError, match="the engine is closed"):
             call()
+
+
+def test_an_engine_that_is_dropped_ends_its_threads() -> None:
+    others = lane_threads()
+    engine = engine_for()
+    step_and_flush(engine)  # work that is still queued would keep it alive
+    del engine
+    gc.collect()
+    assert lane_threads() == others
+
+
+ENDS_IN_A_STEP = """
+import threading
+from tiny_models import tiny
+from reference import make_batch
+from megatrain import EngineConfig, StreamingEngine
+model = tiny(layers=6)
+engine = StreamingEngine(model, EngineConfig(device="cpu", dtype="float32"))
+batch, begun = make_batch(tiny(), 64, 200), threading.Event()
+def steps():
+    while True:
+        engine.step(batch)
+        begun.set()
+threading.Thread(target=steps, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_process_may_end_in_the_middle_of_a_step() -> None:
+    """A thread that the interpreter stops inside torch would abort the process."""
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_STEP], env=environment, capture_output=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
 
 
 def test_an_error_inside_a_with_block_is_not_hidden() -> None:
