@@ -32,7 +32,8 @@ class Arena:
         self._registered: list[int] = []
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if nbytes:
-            mapping = mmap.mmap(-1, nbytes)
+            # Private: Linux gives huge pages to shared mappings only where an administrator allowed it.
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel built without them says EINVAL
                     mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in AdamW and copies
