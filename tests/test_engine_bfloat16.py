@@ -59,7 +59,7 @@ class ByHand:
         size = rows or len(batch["input_ids"])
         for first in range(0, len(batch["input_ids"]), size):
             self.model.zero_grad(set_to_none=True)
-            part = {name: tensor[first : first + size] for name, tensor in batch.items()}
+            part = {name: tensor[first : first + size].to(self.model.device) for name, tensor in batch.items()}
             one = self.model(**part, **({} if rows is None else {"num_items_in_batch": total})).loss
             one.backward()
             loss += one.item()
@@ -71,7 +71,7 @@ class ByHand:
 
     def apply(self, sums: dict[str, Tensor]) -> float:
         for name, parameter in self.master.named_parameters():
-            parameter.grad = sums[name].to(torch.bfloat16).float() if name in sums else None
+            parameter.grad = sums[name].bfloat16().float().cpu() if name in sums else None
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(self.master.parameters(), limit))
         self.optimizer.step()

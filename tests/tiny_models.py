@@ -35,7 +35,7 @@ class TinyLayer(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        counts = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[:, None]
+        counts = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[:, None]
         means = self.mix(self.norm(hidden)).cumsum(dim=1) / counts
         return hidden + self.down(torch.tanh(self.up(hidden + means)))
 
@@ -114,7 +114,7 @@ class SharedBiasForCausalLM(TinyForCausalLM):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def run_layers(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1])
+        positions = torch.arange(ids.shape[1], device=ids.device)
         distance = positions[:, None] - positions[None, :]
         bias = self.relative(distance.clamp(0, 7))[..., 0].masked_fill(distance < 0, float("-inf"))
         for layer in self.layers:
