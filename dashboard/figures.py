@@ -59,8 +59,8 @@ TIMELINE, SLOTS, DEVICE, HOST, HIDDEN_SHARE, LOSS, TOKENS, WAITED_SHARE = range(
 TITLES = (
     "What each lane does (ms; numbers are layers)",
     "Who holds the device buffers (ms; numbers are layers)",
-    "Device memory (GB over s)",
-    "Host memory (GB over s)",
+    "Device memory (GB)",
+    "Host memory (GB)",
     "Hidden under compute (% per step)",
     "Loss",
     "Tokens per second",
@@ -89,7 +89,7 @@ CURVES = {
 OUTLINED = 150  # most bars of one colour that are set off against each other
 STEP_LINES, STEP_NAMES, MARKERS = "step lines", "step names", "markers"  # further traces of the timeline
 TOP, BOTTOM = -0.5, len(ROWS) - 0.5  # edges of the timeline, whose rows count downwards
-LIFT = 0.017  # of the height: room for step names between a plot and its legend
+RIGHT = 0.01  # of the width: between a wide plot and its legend
 
 Key = tuple[int, str]  # plot and name of a trace
 KEYS: tuple[Key, ...] = (  # in the order in which the figure holds its traces
@@ -259,18 +259,21 @@ def _style(figure: go.Figure) -> None:
 
 
 def _place_title_and_legend(figure: go.Figure, plot: int) -> None:
-    """Put a plot's title above its left edge, its legend beside the title (wide plots) or below it (narrow ones)."""
+    """Put a plot's title above its left edge, its legend to the right (wide plots) or below the title (narrow ones).
+
+    Beside the title a wide plot's legend would wrap over it on a narrow page.
+    """
     left, right = figure.layout[_numbered("xaxis", plot)].domain
     top = figure.layout[_numbered("yaxis", plot)].domain[1]
     wide = plot in (TIMELINE, SLOTS)
     title = {"x": left, "xanchor": "left", "yshift": 20 if wide else 18, "font": {"size": 14}}
     figure.layout.annotations[plot - 1].update(title)
     figure.layout[_numbered("legend", plot)] = {
-        "orientation": "h",
-        "x": right if wide else left,
-        "xanchor": "right" if wide else "left",
-        "y": top + (LIFT if wide else 0),
-        "yanchor": "bottom",
+        "orientation": "v" if wide else "h",
+        "x": right + RIGHT if wide else left,
+        "xanchor": "left",
+        "y": top,
+        "yanchor": "top" if wide else "bottom",
         "bgcolor": "rgba(0,0,0,0)",
     }
     if len(CURVES.get(plot, HIDDEN)) == 1:
