@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ class StreamingEngine:
         require_agreement(self.config, self.optimizer)
         self.recorder = Recorder()
         self.model = model
+        self._busy = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
         self._step = 0
@@ -234,6 +236,10 @@ class StreamingEngine:
         start_s = self.recorder.now()
         if cut.tokens == 0:
             return self._skip(cut, start_s)
+        with self._alone():
+            return self._train(cut, start_s)
+
+    def _train(self, cut: Batch, start_s: float) -> StepResult:
         offload = self._prepare_size(cut)
         self.control.begin_step()
         state: StepState | None = None
@@ -405,8 +411,11 @@ class StreamingEngine:
     # ---- reading the model ----
 
     def flush(self) -> None:
-        """Wait until all pending updates are applied; what reads weights calls this first."""
-        self._require_usable()
+        """Wait until all pending updates are applied."""
+        with self._alone():
+            self._wait_for_updates()
+
+    def _wait_for_updates(self) -> None:
         try:
             self._executor.wait_all()
         except LaneError as error:
@@ -415,7 +424,11 @@ class StreamingEngine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all tensors under their Hugging Face names: the fp32 master where there is one."""
-        self.flush()
+        with self._alone():
+            self._wait_for_updates()
+            return self._copies()
+
+    def _copies(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for unit, host in self._units():
             tensors = {e.name: _master(host, e.name) for e in host.layout.entries}
@@ -427,8 +440,11 @@ class StreamingEngine:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Save in Hugging Face's format, in the streamed dtype. Files appear in `folder` only when all are written."""
-        self.flush()
-        target = Path(folder)
+        with self._alone():
+            self._wait_for_updates()
+            self._save(Path(folder))
+
+    def _save(self, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
         try:
@@ -459,13 +475,28 @@ class StreamingEngine:
                 "the engine failed earlier and its state is not known to be whole; make a new one from a saved model"
             ) from self._failure
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, no other thread steps or reads weights: both borrow the model and wait for the same work."""
+        self._require_usable()
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("another thread is in the middle of a step or reads the weights; wait for it first")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
     def close(self) -> None:
-        """Apply what is pending, end the lanes, and give the model its layers and weights back."""
+        """Apply what is pending, end the lanes, and give the model its layers and weights back.
+
+        A step that another thread is in the middle of fails: it is neither done nor undone.
+        """
         if self._closed:
             return
         self._closed = True
+        alone = self._busy.acquire(blocking=False)
         try:
-            if self._failure is None:
+            if alone and self._failure is None:
                 self._executor.wait_all()
         finally:
             self._executor.close()

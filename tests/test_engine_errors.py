@@ -20,6 +20,7 @@ from reference import Batch, make_batch
 
 import megatrain.executor
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
+from megatrain.control import State
 from megatrain.executor import NonFiniteError
 from megatrain.lanes import CpuStream, LaneError
 from megatrain.trace import StepRecord
@@ -380,6 +381,68 @@ def test_a_closed_engine_refuses_work_and_closes_again() -> None:
     for call in (lambda: engine.step(BATCH), engine.flush, engine.state_dict):
         with pytest.raises(RuntimeError, match="the engine is closed"):
             call()
+
+
+# ---- several threads, and other misuse ----
+
+
+def test_two_threads_cannot_step_or_read_at_once(tmp_path: Path) -> None:
+    engine = engine_for(AdamWConfig(lr=LR))
+    engine.control.pause()
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(engine.step(BATCH)))
+    thread.start()
+    while engine.control.state is not State.PAUSED:
+        pass
+    for call in (lambda: engine.step(BATCH), engine.flush, engine.state_dict, lambda: engine.save_pretrained(tmp_path)):
+        with pytest.raises(RuntimeError, match="another thread is in the middle of a step"):
+            call()
+    engine.control.resume()
+    thread.join(TIMEOUT_S)
+    expected = outcome(copy.deepcopy(MODEL), [BATCH], AdamWConfig(lr=LR), micro_batch_size=MICRO_ROWS)
+    assert differing(engine.state_dict(), expected.state) == []
+    assert [result.loss for result in results] == expected.losses
+    assert list(tmp_path.iterdir()) == []
+    engine.close()
+
+
+def test_closing_in_the_middle_of_a_step_ends_it() -> None:
+    others = lane_threads()
+    engine = engine_for()
+    engine.control.pause()
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            engine.step(BATCH)
+        except LaneError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    while engine.control.state is not State.PAUSED:
+        pass
+    within_time(engine.close)
+    engine.control.resume()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert "the engine was closed" in str(errors[0])
+    assert lane_threads() == others
+    assert differing(engine.model.state_dict(), MODEL.state_dict()) == []
+
+
+def test_a_streamed_model_cannot_be_called_or_streamed_twice(engine: StreamingEngine) -> None:
+    with pytest.raises(RuntimeError, match="layers of this model are streamed by an engine; close the engine before"):
+        engine.model(**BATCH)
+    with pytest.raises(ValueError, match="layers of this model are streamed by an engine"):
+        StreamingEngine(engine.model, engine_config())
+    assert engine.step(BATCH).loss == pytest.approx(float(MODEL(**BATCH).loss.detach()), rel=1e-6)
+
+
+def test_no_grad_around_the_engine_does_not_matter() -> None:
+    with torch.no_grad():
+        found = outcome(copy.deepcopy(MODEL), [BATCH], AdamWConfig(lr=LR))
+    require_same(found, outcome(copy.deepcopy(MODEL), [BATCH], AdamWConfig(lr=LR)))
 
 
 def test_an_engine_that_is_dropped_ends_its_threads() -> None:

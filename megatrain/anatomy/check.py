@@ -34,7 +34,7 @@ def check(anatomy: Anatomy) -> None:
     """Raise UnsupportedModelError if the model's parts do not add up to the model."""
     inputs, labels = _probe(anatomy.model)
     random = RandomState(torch.device("cpu"))
-    with random.kept(), _only_what_is_compared(anatomy) as names:
+    with torch.enable_grad(), random.kept(), _only_what_is_compared(anatomy) as names:
         start = random.get()
         expected_loss, expected = _whole(anatomy, inputs, labels, names)
         for loss_from_logits in (False, True):

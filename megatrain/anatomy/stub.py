@@ -61,7 +61,10 @@ class StubbedModel:
             self._on_call = None
 
     def _current(self) -> OnCall:
-        assert self._on_call is not None, "the model was called while its layers are streamed"
+        if self._on_call is None:
+            raise RuntimeError(
+                "the layers of this model are streamed by an engine; close the engine before you call it"
+            )
         return self._on_call
 
 
