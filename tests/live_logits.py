@@ -8,7 +8,7 @@ import torch
 from live_bytes import LiveBytes
 
 
-class LiveLogits(LiveBytes):
+class LiveLogits(LiveBytes):  # type: ignore[no-untyped-call]
     """Of all tensors only those as wide as the vocabulary: logits and what is made of them.
 
     hidden: rows of the transposed head weight, which with its gradient is not meant. made: how many there were.
