@@ -334,10 +334,19 @@ class Schedule:
         slot.layer, slot.loaded, slot.last_use = layer, op.number, None
 
     def _victim(self, visits: list[Visit], at: int, window: list[Visit]) -> int:
-        """The slot whose weights are needed last (see the Note above), never one the window needs."""
+        """The slot whose weights are needed last (see the Note above), never one the window needs.
+
+        Among several, the one that was used longest ago: the layer now running has just marked its slot as spent.
+        """
         needed = {visit.layer for visit in window}
         free = [slot_id for slot_id, slot in self._slots.items() if slot.layer not in needed]
-        return max(free, key=lambda slot_id: (self._next_use(self._slots[slot_id], visits, at), -slot_id))
+
+        def preference(slot_id: int) -> tuple[float, int, int]:
+            slot = self._slots[slot_id]
+            used = max(-1, slot.loaded or -1, slot.last_use or -1)
+            return self._next_use(slot, visits, at), -used, -slot_id
+
+        return max(free, key=preference)
 
     def _next_use(self, slot: _Slot, visits: list[Visit], at: int) -> float:
         if slot.layer is None:

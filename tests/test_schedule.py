@@ -84,19 +84,19 @@ def test_double_buffering_over_two_steps() -> None:
         26 update 2 after 14
         27 load shell after 22,23
         28 record shell mb0 after 27
-        29 load 0 slot0 after 17,18,24
-        30 forward 0 mb0 slot0 after 29
-        31 load 1 slot1 after 8,15,25
-        32 forward 1 mb0 slot1 after 31
-        33 load 2 slot0 after 26,29,30
-        34 forward 2 mb0 slot0 after 33
+        29 load 0 slot1 after 8,15,24
+        30 forward 0 mb0 slot1 after 29
+        31 load 1 slot0 after 17,18,25
+        32 forward 1 mb0 slot0 after 31
+        33 load 2 slot1 after 26,29,30
+        34 forward 2 mb0 slot1 after 33
         35 head shell mb0
-        36 backward 2 mb0 slot0 grad1 after 16,33
+        36 backward 2 mb0 slot1 grad1 after 16,33
         37 unload 2 grad1 after 26,36
-        38 backward 1 mb0 slot1 grad0 after 19,31
+        38 backward 1 mb0 slot0 grad0 after 19,31
         39 unload 1 grad0 after 25,38
-        40 load 0 slot0 after 24,33,36
-        41 backward 0 mb0 slot0 grad1 after 37,40
+        40 load 0 slot1 after 24,33,36
+        41 backward 0 mb0 slot1 grad1 after 37,40
         42 unload 0 grad1 after 24,41
         43 backward shell mb0
         44 norm shell
@@ -106,6 +106,18 @@ def test_double_buffering_over_two_steps() -> None:
         48 update 1 after 39
         49 update 2 after 37
     """)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_a_load_ahead_never_waits_for_the_layer_that_runs(ahead: int, resident: int) -> None:
+    """Else it could not overlap it: it takes the slot that was used longest ago, not the one just marked as spent."""
+    played = play(schedule(9), StepShape(micro_batches=2), depth(ahead, resident=resident), steps=2)
+    for index, began in enumerate(played.visits):
+        before = {op.number for op in played.ops[: began.at]}
+        own = began.visit.layer
+        ahead_loads = [op for op in played.visit_ops(index) if op.kind is Kind.LOAD and op.layer not in (own, None)]
+        assert all(set(op.waits) <= before for op in ahead_loads)
 
 
 @pytest.mark.parametrize("knobs", [depth(2), depth(5), depth(1, resident=1), depth(0, resident=9)])
@@ -214,11 +226,11 @@ def test_offloaded_inputs() -> None:
         20 fetch 2 mb0 after 13,14
         21 backward 2 mb0 slot0 grad1 after 12,20
         22 unload 2 grad1 after 21
-        23 load 1 slot0 after 12,21
+        23 load 1 slot1 after 15,18
         24 fetch 1 mb0 after 10,18
-        25 backward 1 mb0 slot0 grad0 after 19,23,24
+        25 backward 1 mb0 slot1 grad0 after 19,23,24
         26 unload 1 grad0 after 25
-        27 load 0 slot0 after 23,25
+        27 load 0 slot0 after 12,21
         28 fetch 0 mb0 after 7,21
         29 backward 0 mb0 slot0 grad1 after 22,27,28
         30 unload 0 grad1 after 29
