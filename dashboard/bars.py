@@ -87,10 +87,15 @@ def _parts(ordered: Sequence[Piece[T]], limit: int) -> list[int]:
     kinds = {key: number for number, key in enumerate({(piece.kind, piece.row) for piece in ordered})}
     kind = np.array([kinds[piece.kind, piece.row] for piece in ordered])
     count = limit
-    while count > 1 and len(np.unique((share * count).astype(np.int64) * len(kinds) + kind)) > limit:
+    while count > 1 and len(np.unique(_cut(share, count) * len(kinds) + kind)) > limit:
         count //= 2
-    parts: list[int] = (share * count).astype(np.int64).tolist()
+    parts: list[int] = _cut(share, count).tolist()
     return parts
+
+
+def _cut(share: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """The part, of `count` equal ones, in which each share of the whole (0 to 1) lies; 1 belongs to the last."""
+    return np.minimum((share * count).astype(np.int64), count - 1)
 
 
 def _bars(clusters: list[list[Piece[T]]], origin_s: float, describe: Callable[[T], Words]) -> Bars:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traced_run import TracedRun, memory_sample
 
@@ -97,6 +97,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 
 
 @settings(deadline=None)
+@example([(kind, row, start, 0.0) for kind in "abc" for row in range(3) for start in (0.0, 1.0)], 9)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.floats(0, 9), st.floats(0, 1)), max_size=60),
     st.integers(9, 40),
