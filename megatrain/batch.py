@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -26,10 +27,15 @@ class Batch:
     sequence_tokens: int
     sequence_lengths: list[int]
 
-    @property
+    @cached_property
     def part_tokens(self) -> list[int]:
         """Predicted tokens of each micro-batch."""
         return [int((targets != IGNORED).sum()) for targets in self.targets]
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of the next token at each position, Hugging Face's shift; (B, T) → (B, T)."""
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
 def make_batch(tensors: dict[str, torch.Tensor], micro_batch_size: int | None, vocabulary: int) -> Batch:
@@ -43,7 +49,7 @@ def make_batch(tensors: dict[str, torch.Tensor], micro_batch_size: int | None, v
     rows = micro_batch_size or ids.shape[0]
     inputs = {name: tensor for name, tensor in tensors.items() if name != "labels"}
     starts = range(0, ids.shape[0], rows)
-    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    targets = shifted(labels)
     lengths = _sequence_lengths(tensors, ids)
     return Batch(
         parts=[{name: tensor[start : start + rows] for name, tensor in inputs.items()} for start in starts],

@@ -46,7 +46,7 @@ from megatrain.workspace import workspace
 
 log = logging.getLogger("megatrain")
 
-STEPS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds how late a pause can take effect
+VISITS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds how late a pause can take effect
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ class StreamingEngine:
             """Between two layers: let the device catch up, then let the user have a say."""
             if latest is not None:
                 visited.append(latest)
-            if len(visited) >= STEPS_IN_FLIGHT:
-                self._executor.wait(visited[-STEPS_IN_FLIGHT])
+            if len(visited) >= VISITS_IN_FLIGHT:
+                self._executor.wait(visited[-VISITS_IN_FLIGHT])
             knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer))
             self._tell_changes(knobs, state.number, visit.layer)
             return knobs

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from megatrain import StreamingEngine
-from megatrain.anatomy import Anatomy, UnsupportedModelError, check, chunks, decayed_parameters, shifted
+from megatrain.anatomy import Anatomy, UnsupportedModelError, check, chunks, decayed_parameters
+from megatrain.batch import shifted
 
 SHARES_STATE = r"its loss is [\d.]+, that of its parts [\d.]+ \(layers that share state"
 

@@ -17,7 +17,7 @@ from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine
 from megatrain.control import Position, State, StoppedError
-from megatrain.engine import STEPS_IN_FLIGHT
+from megatrain.engine import VISITS_IN_FLIGHT
 from megatrain.memory import device_bytes
 
 TIMEOUT_S = 20.0
@@ -156,7 +156,7 @@ def test_a_pause_takes_effect_within_the_layers_in_flight(depth: int, after: int
         engine.control.pause()
         until(lambda: engine.control.state is State.PAUSED or engine.control.position is None)
         time.sleep(0.02)
-        assert len(visits(engine)) <= min(done + 1 + STEPS_IN_FLIGHT, len(VISITS))
+        assert len(visits(engine)) <= min(done + 1 + VISITS_IN_FLIGHT, len(VISITS))
 
 
 def test_stopping_lets_the_step_complete_and_begins_no_other() -> None:

@@ -12,7 +12,8 @@ from reference import IGNORED, Batch, make_batch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.anatomy import Anatomy, Tape, check, forward, shifted
+from megatrain.anatomy import Anatomy, Tape, check, forward
+from megatrain.batch import shifted
 from megatrain.loss import head
 
 CHUNK = 16

@@ -3,13 +3,12 @@
 from megatrain.anatomy.arithmetic import Arithmetic, arithmetic
 from megatrain.anatomy.calls import Tape, backward, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check
-from megatrain.anatomy.model import IGNORED, Anatomy, chunks, shifted
+from megatrain.anatomy.model import Anatomy, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
 from megatrain.anatomy.widths import Widths, widths
 
 __all__ = [
-    "IGNORED",
     "Anatomy",
     "Arithmetic",
     "Dtypes",
@@ -27,6 +26,5 @@ __all__ = [
     "kept_in_float32",
     "send_back_collected",
     "shell_gradients",
-    "shifted",
     "widths",
 ]

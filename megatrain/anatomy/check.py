@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from megatrain.anatomy import calls
-from megatrain.anatomy.model import IGNORED, Anatomy, chunks, shifted
+from megatrain.anatomy.model import Anatomy, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import UnsupportedModelError
 from megatrain.anatomy.stub import form_of
+from megatrain.batch import IGNORED, shifted
 
 PROBE_ROWS, PROBE_TOKENS, PROBE_CHUNK = 2, 16, 11
 EVERY_GRADIENT_BELOW = 200_000_000  # parameters; in larger models only the shell's gradients are compared

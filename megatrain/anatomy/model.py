@@ -29,8 +29,8 @@ from megatrain.anatomy.structure import (
     shell_unit,
 )
 from megatrain.anatomy.stub import Elsewhere, StubbedModel, like_output
+from megatrain.batch import IGNORED
 
-IGNORED = -100
 _NOT_FOR_LOSS = {"hidden_states", "attentions", "cross_attentions"}
 
 
@@ -59,11 +59,6 @@ def chunks(batch: int, length: int, tokens: int) -> list[Chunk]:
         ]
     rows = max(1, tokens // length)
     return [Chunk(slice(row, min(row + rows, batch)), slice(0, length)) for row in range(0, batch, rows)]
-
-
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Labels of the next token at each position, Hugging Face's shift; (B, T) → (B, T)."""
-    return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
 class Anatomy:

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatrain.batch import IGNORED
 from megatrain.data.documents import TokenizedDataset
-
-IGNORED = -100  # the label that Hugging Face's loss leaves out
 
 Batch = dict[str, torch.Tensor]
 
