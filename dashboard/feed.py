@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from megatrain.trace import Marker, MemorySample, Recorder, Records, SlotChange, Span, StepRecord
+from megatrain.trace import LayerStats, Marker, MemorySample, Recorder, Records, SlotChange, Span, StepRecord
 
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, Marker)
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
 
 
 class LiveFeed:
@@ -25,9 +25,10 @@ class LiveFeed:
         slots, lost_slots = self._read(SlotChange)
         memory, lost_memory = self._read(MemorySample)
         steps, lost_steps = self._read(StepRecord)
+        layers, lost_layers = self._read(LayerStats)
         markers, lost_markers = self._read(Marker)
-        lost = lost_spans + lost_slots + lost_memory + lost_steps + lost_markers
-        return Records(spans, slots, memory, steps, markers, lost)
+        lost = lost_spans + lost_slots + lost_memory + lost_steps + lost_layers + lost_markers
+        return Records(spans, slots, memory, steps, layers, markers, lost)
 
     def _read(self, kind: type[R]) -> tuple[list[R], int]:
         index = self._next.get(kind, 0)

@@ -42,6 +42,35 @@ def check_grad_buffers(count: int) -> None:
     _require(_is_int(count) and count >= 1, "grad_buffers must be a whole number ≥ 1", count)
 
 
+def check_resident_layers(count: int) -> None:
+    """Raise ValueError unless `count` is a whole number ≥ 0."""
+    _require(_is_int(count) and count >= 0, "resident_layers must be a whole number ≥ 0", count)
+
+
+def check_micro_batch_size(rows: int) -> None:
+    """Raise ValueError unless `rows` is a whole number ≥ 1."""
+    _require(_is_int(rows) and rows >= 1, "micro_batch_size must be a whole number ≥ 1 of sequences", rows)
+
+
+def _is_rate(value: object) -> bool:
+    return value is None or (_is_number(value) and value > 0)  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throttle:
+    """Slower lanes than the machine has, to see what a slow link or a slow host does. CPU lanes only.
+
+    link_bytes_per_s: of weights in and gradients out, each way. update_bytes_per_s: of AdamW. None = as fast as it is.
+    """
+
+    link_bytes_per_s: float | None = None
+    update_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, rate in (("link", self.link_bytes_per_s), ("update", self.update_bytes_per_s)):
+            _require(_is_rate(rate), f"{name}_bytes_per_s must be a number > 0 of bytes per second, or None", rate)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How a model streams.
@@ -59,6 +88,7 @@ class EngineConfig:
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
     device_memory_bytes: what the engine may hold on the device; None = what is free.
+    throttle: CPU lanes as slow as a stated link or host, to learn from; None = as fast as they are.
     """
 
     device: Device = "auto"
@@ -72,6 +102,7 @@ class EngineConfig:
     optimizer_overlap: OptimizerOverlap = "forward"
     moments_dtype: Dtype = "float32"
     device_memory_bytes: int | None = None
+    throttle: Throttle | None = None
 
     def __post_init__(self) -> None:
         _require(self.device in get_args(Device), f"device must be one of {get_args(Device)}", self.device)
@@ -112,6 +143,11 @@ class EngineConfig:
             self.device_memory_bytes is None or (_is_int(self.device_memory_bytes) and self.device_memory_bytes > 0),
             "device_memory_bytes must be a positive number of bytes, or None for what is free",
             self.device_memory_bytes,
+        )
+        _require(
+            self.throttle is None or isinstance(self.throttle, Throttle),
+            "throttle must be a Throttle(link_bytes_per_s=…, update_bytes_per_s=…), or None",
+            self.throttle,
         )
 
 

@@ -1,17 +1,19 @@
-"""Steering a run from any thread: pause, step one layer, resume, stop, and the knobs of the pipeline.
+"""The gate between layers, where a user's wishes meet the engine: pause, step, stop, and the knobs of the pipeline.
 
-The control object only holds wishes. The engine reads them at each layer boundary (`at_layer`) and tells
-what took effect. No torch here, so a dashboard can import it alone.
+Wishes come from any thread. The engine reads them before each layer (`at_layer`) and tells what took effect. No
+torch here, so a dashboard can import it alone.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import StrEnum
+from typing import NamedTuple
 
-from megatrain.config import check_grad_buffers, check_prefetch_depth
+from megatrain.config import check_grad_buffers, check_micro_batch_size, check_prefetch_depth, check_resident_layers
+from megatrain.steering import Knobs, Phase, Position, Wish
 
 
 class StoppedError(RuntimeError):
@@ -27,45 +29,40 @@ class State(StrEnum):
     STOPPED = "stopped"  # no further step will begin
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """Buffer counts that may change while training runs. None of them changes a single bit of the result."""
+class Checks(NamedTuple):
+    """What the engine has to say to a wish before it is accepted; each raises ValueError with the reason to refuse.
 
-    prefetch_depth: int
-    grad_buffers: int
-    resident_layers: int
+    visits: every (phase, layer) that a step comes by; empty = not known.
+    """
 
-    @property
-    def weight_slots(self) -> int:
-        """Device buffers for weights: the layer in use, those ahead of it, and those kept."""
-        return self.prefetch_depth + 1 + self.resident_layers
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a step is: its number, the pass ("forward" | "backward") and the layer about to run."""
-
-    step: int
-    phase: str
-    layer: int
+    knobs: Callable[[Knobs], None] = lambda _: None
+    micro_batch_size: Callable[[int], None] = lambda _: None
+    visits: Collection[tuple[str, int]] = ()
 
 
 class Control:
-    """Thread-safe wishes of a user and the gate at which the engine meets them.
+    """Thread-safe `Steering`, and the gate at which the engine meets it."""
 
-    check: called with the wanted knobs before they are accepted; raises ValueError with the reason to refuse.
-    """
-
-    def __init__(self, knobs: Knobs, check: Callable[[Knobs], None] = lambda _: None) -> None:
+    def __init__(self, knobs: Knobs, checks: Checks | None = None, *, micro_batch_size: int | None = None) -> None:
         self._changed = threading.Condition()
         self._knobs = knobs
-        self._check = check
+        self._micro_batch_size = micro_batch_size
+        self._checks = checks or Checks()
         self._paused = False
-        self._stopped = False
+        self._until: Callable[[Position], bool] | None = None  # while paused: where to hold again
         self._allowed_layers = 0
+        self._stopped = False
+        self._save = False
         self._inside_step = False
         self._waiting = False
+        self._next_step = 0
+        self._to_hold: list[Wish] = []  # fulfilled when the engine is held
+        self._to_pass: list[Wish] = []  # ... when it passes the gate
+        self._to_begin: list[Wish] = []  # ... when a step begins
+        self._to_end: list[Wish] = []  # ... when no further step will
         self.position: Position | None = None
+
+    # ---- what is so ----
 
     @property
     def state(self) -> State:
@@ -79,7 +76,7 @@ class Control:
     @property
     def paused(self) -> bool:
         """True while the engine is held, or will be before its next layer."""
-        return self._paused
+        return self._paused and self._until is None
 
     @property
     def stopping(self) -> bool:
@@ -87,57 +84,131 @@ class Control:
         return self._stopped
 
     @property
+    def save_wanted(self) -> bool:
+        """True once `stop(save=True)` was called."""
+        return self._save
+
+    @property
     def knobs(self) -> Knobs:
         return self._knobs
 
-    def set_prefetch_depth(self, depth: int) -> None:
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Sequences per layer visit of the next step; None = the whole batch."""
+        return self._micro_batch_size
+
+    # ---- knobs ----
+
+    def set_prefetch_depth(self, depth: int) -> Wish:
         """Load `depth` layers ahead from the next layer on; ValueError if the device cannot hold it."""
         check_prefetch_depth(depth)
-        self._turn(prefetch_depth=depth)
+        return self._turn(f"prefetch depth {depth}", prefetch_depth=depth)
 
-    def set_grad_buffers(self, count: int) -> None:
+    def set_grad_buffers(self, count: int) -> Wish:
         """Use `count` device gradient buffers from the next layer on; ValueError if they do not fit."""
         check_grad_buffers(count)
-        self._turn(grad_buffers=count)
+        return self._turn(f"gradient buffers {count}", grad_buffers=count)
 
-    def set_resident_layers(self, count: int) -> None:
+    def set_resident_layers(self, count: int) -> Wish:
         """Keep `count` further layers on the device from the next layer on; ValueError if they do not fit."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"resident_layers must be a whole number ≥ 0; got {count!r}")
-        self._turn(resident_layers=count)
+        check_resident_layers(count)
+        return self._turn(f"resident layers {count}", resident_layers=count)
 
-    def _turn(self, **change: int) -> None:
+    def _turn(self, text: str, **change: int) -> Wish:
         with self._changed:
+            self._require_running(text)
             wanted = replace(self._knobs, **change)
-            self._check(wanted)
+            self._checks.knobs(wanted)
             self._knobs = wanted
+            return _kept(Wish(text), self._to_pass)
 
-    def pause(self) -> None:
+    def set_micro_batch_size(self, rows: int) -> Wish:
+        """Take `rows` sequences per layer visit from the next step on; ValueError if they do not fit."""
+        check_micro_batch_size(rows)
+        text = f"micro-batch size {rows}"
+        with self._changed:
+            self._require_running(text)
+            self._checks.micro_batch_size(rows)
+            self._micro_batch_size = rows
+            return _kept(Wish(text), self._to_begin)
+
+    # ---- holding ----
+
+    def pause(self) -> Wish:
         """Hold the engine before its next layer; what is already running on the device finishes."""
-        with self._changed:
-            self._paused = True
-            self._allowed_layers = 0
+        return self._hold("pause", None)
 
-    def resume(self) -> None:
-        """Run on from wherever the engine was held."""
-        with self._changed:
-            self._paused = False
-            self._allowed_layers = 0
-            self._changed.notify_all()
-
-    def step_layer(self) -> None:
+    def step_layer(self) -> Wish:
         """Let exactly one more layer run (forward or backward alike), then hold again."""
         with self._changed:
-            self._paused = True
+            self._require_running("step one layer")
+            if self._until is not None:
+                self._overtake(self._to_hold)
+            self._paused, self._until = True, None
             self._allowed_layers += 1
             self._changed.notify_all()
+            return _kept(Wish("step one layer"), self._to_pass)
 
-    def stop(self) -> None:
+    def finish_step(self) -> Wish:
+        """Run on to the first layer of the next step, then hold."""
+        with self._changed:
+            now = self.position.step if self.position else self._next_step
+            return self._hold("finish this step", lambda position: position.step > now)
+
+    def run_to_layer(self, layer: int, phase: Phase | None = None) -> Wish:
+        """Run on until `layer` is next, then hold; ValueError for one that no step comes by."""
+        wanted = f"run to {f'the {phase} of ' if phase else ''}layer {layer}"
+        visits = self._checks.visits
+        if visits and not any(layer == at and phase in (None, through) for through, at in visits):
+            first, last = min(at for _, at in visits), max(at for _, at in visits)
+            raise ValueError(
+                f"{wanted}: no step comes by; layers are {first} to {last}, forward and (trained) backward"
+            )
+        with self._changed:
+            here = self.position
+
+            def reached(position: Position) -> bool:
+                return position != here and position.layer == layer and phase in (None, position.phase)
+
+            return self._hold(wanted, reached)
+
+    def _hold(self, text: str, until: Callable[[Position], bool] | None) -> Wish:
+        with self._changed:
+            self._require_running(text)
+            self._paused, self._until = True, until
+            self._allowed_layers = 0
+            self._overtake(self._to_hold)
+            self._changed.notify_all()
+            return _kept(Wish(text), self._to_hold)
+
+    def resume(self) -> Wish:
+        """Run on from wherever the engine was held."""
+        with self._changed:
+            self._let_go()
+            return _kept(Wish("resume"), self._to_pass)
+
+    def stop(self, *, save: bool = False) -> Wish:
         """Let the step in progress complete, also when held, and begin no further one."""
         with self._changed:
             self._stopped = True
-            self._paused = False
-            self._changed.notify_all()
+            self._save = self._save or save
+            self._let_go()
+            wish = _kept(Wish("stop and save" if save else "stop"), self._to_end)
+            if not self._inside_step:
+                self._fulfil(self._to_end, None)
+            return wish
+
+    def _let_go(self) -> None:
+        self._paused, self._until = False, None
+        self._allowed_layers = 0
+        self._overtake(self._to_hold)
+        self._changed.notify_all()
+
+    def _require_running(self, text: str) -> None:
+        if self._stopped:
+            raise ValueError(f"{text}: the run is stopped, or finishing its last step; start another run")
+
+    # ---- the engine's side ----
 
     def begin_step(self) -> None:
         """Called by the engine. Raises StoppedError after `stop`."""
@@ -145,21 +216,67 @@ class Control:
             if self._stopped:
                 raise StoppedError("the run was stopped (control.stop()); make a new engine to train further")
             self._inside_step = True
+            self._fulfil(self._to_begin, None)
 
     def end_step(self) -> None:
         """Called by the engine, also when a step failed."""
         with self._changed:
             self._inside_step = self._waiting = False  # an interrupt may have ended the wait
+            if self.position is not None:
+                self._next_step = self.position.step + 1
             self.position = None
+            if self._stopped:
+                self._close()
 
-    def at_layer(self, position: Position) -> Knobs:
-        """Called by the engine before each layer: waits while held, returns the knobs that now apply."""
+    def close(self) -> None:
+        """Called when no step will come any more: whatever is still wished for is void."""
+        with self._changed:
+            self._stopped = True
+            self._close()
+
+    def _close(self) -> None:
+        self._fulfil(self._to_end, None)
+        for wishes in (self._to_hold, self._to_pass, self._to_begin):
+            self._overtake(wishes)
+
+    def at_layer(self, position: Position, on_hold: Callable[[], None] = lambda: None) -> Knobs:
+        """Called by the engine before each layer: waits while held, returns the knobs that now apply.
+
+        on_hold: called once, in this thread, before it waits.
+        """
         with self._changed:
             self.position = position
-            self._waiting = self._paused and self._allowed_layers == 0
-            while self._paused and self._allowed_layers == 0:
+            told = False
+            while self._held_at(position):
+                if not told:
+                    on_hold()
+                    told = self._waiting = True
+                self._fulfil(self._to_hold, position)
                 self._changed.wait()
             self._waiting = False
-            if self._paused:
+            if self._paused and self._until is None:
                 self._allowed_layers -= 1
+            self._fulfil(self._to_pass, position)
             return self._knobs
+
+    def _held_at(self, position: Position) -> bool:
+        if self._until is not None and self._until(position):
+            self._until = None
+        return self._paused and self._until is None and self._allowed_layers == 0
+
+    @staticmethod
+    def _fulfil(wishes: list[Wish], effect: Position | None) -> None:
+        for wish in wishes:
+            wish.fulfil(effect)
+        wishes.clear()
+
+    @staticmethod
+    def _overtake(wishes: list[Wish]) -> None:
+        for wish in wishes:
+            wish.overtake()
+        wishes.clear()
+
+
+def _kept(wish: Wish, wishes: list[Wish]) -> Wish:
+    wishes.append(wish)
+    return wish

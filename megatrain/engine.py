@@ -25,7 +25,7 @@ from megatrain import anatomy as parts
 from megatrain.activations import OffloadedInputs
 from megatrain.batch import Batch, make_batch
 from megatrain.config import AdamWConfig, EngineConfig
-from megatrain.control import Control, Knobs, Position
+from megatrain.control import Checks, Control
 from megatrain.executor import Executor, NonFiniteError, StepState
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
@@ -40,6 +40,7 @@ from megatrain.memory import (
 from megatrain.optim import join, native_available, split
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
 from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
+from megatrain.steering import Knobs, Position
 from megatrain.trace import Marker, Recorder, StepRecord
 from megatrain.update import Hyperparameters
 from megatrain.workspace import workspace
@@ -118,7 +119,7 @@ class StreamingEngine:
             self.recorder,
             self.config.loss_chunk_tokens,
         )
-        self.control = Control(self._knobs, self._require_room)
+        self.control = Control(self._knobs, Checks(knobs=self._require_room))
 
     # ---- construction ----
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megatrain.control import Knobs
 from megatrain.layout import Layout, align
+from megatrain.steering import Knobs
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from megatrain.control import Knobs
+from megatrain.steering import Knobs
 
 
 class Kind(Enum):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from textwrap import dedent
 
-from megatrain.control import Knobs
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
+from megatrain.steering import Knobs
 
 
 def schedule(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config import AdamWConfig, EngineConfig, check_grad_buffers, check_prefetch_depth
+from megatrain.config import AdamWConfig, EngineConfig, Throttle, check_grad_buffers, check_prefetch_depth
 
 ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("device", r"device must be one of \('auto', 'cuda', 'cpu'\)", ["gpu", "cuda:0", None]),
@@ -21,6 +21,7 @@ ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("optimizer_overlap", r"optimizer_overlap must be one of \('forward', 'backward', 'none'\)", ["both", None]),
     ("moments_dtype", r"moments_dtype must be one of \('bfloat16', 'float32'\)", ["float16", None]),
     ("device_memory_bytes", r"device_memory_bytes must be a positive number of bytes, or None", [0, -1, 8e9, True]),
+    ("throttle", r"throttle must be a Throttle", [1e9, {"link_bytes_per_s": 1e9}]),
 ]
 
 INFINITE = float("inf")
@@ -44,6 +45,7 @@ ENGINE_ALLOWED: dict[str, list[object]] = {
     "optimizer_overlap": ["forward", "backward", "none"],
     "moments_dtype": ["float32", "bfloat16"],
     "device_memory_bytes": [None, 1, 80 << 30],
+    "throttle": [None, Throttle(), Throttle(link_bytes_per_s=1e9, update_bytes_per_s=2e9)],
 }
 
 ADAMW_ALLOWED: dict[str, list[object]] = {
@@ -115,3 +117,11 @@ def test_the_rules_of_knobs_hold_wherever_they_are_turned() -> None:
         check_prefetch_depth(-1)
     with pytest.raises(ValueError, match=r"grad_buffers must be a whole number ≥ 1; got 0"):
         check_grad_buffers(0)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), True, "1GB"])
+def test_a_throttled_lane_has_a_positive_rate(rate: Any) -> None:
+    with pytest.raises(ValueError, match=r"link_bytes_per_s must be a number > 0 of bytes per second, or None; got"):
+        Throttle(link_bytes_per_s=rate)
+    with pytest.raises(ValueError, match="update_bytes_per_s must be a number > 0"):
+        Throttle(update_bytes_per_s=rate)

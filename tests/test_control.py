@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatrain.control import Control, Knobs, Position, State, StoppedError
+from megatrain.control import Checks, Control, State, StoppedError
+from megatrain.steering import Knobs, Position
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,7 +69,7 @@ class Engine:
 
 
 def control(check: Callable[[Knobs], None] = lambda _: None) -> Control:
-    return Control(Knobs(prefetch_depth=1, grad_buffers=2, resident_layers=0), check)
+    return Control(Knobs(prefetch_depth=1, grad_buffers=2, resident_layers=0), Checks(knobs=check))
 
 
 def shown(steered: Control) -> State:

@@ -16,9 +16,10 @@ from reference import make_batch
 from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine
-from megatrain.control import Position, State, StoppedError
+from megatrain.control import State, StoppedError
 from megatrain.engine import VISITS_IN_FLIGHT
 from megatrain.memory import device_bytes
+from megatrain.steering import Position
 
 TIMEOUT_S = 20.0
 LAYERS = 3

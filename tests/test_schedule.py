@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import Played, depth, drawn, lines, play, schedule
 
-from megatrain.control import Knobs
 from megatrain.hazards import check
 from megatrain.schedule import LANE_OF, Kind, Op, StepShape, Visit
+from megatrain.steering import Knobs
 
 ONE = StepShape(micro_batches=1)
 ON_DEVICE = (Kind.FORWARD, Kind.BACKWARD)

@@ -11,12 +11,12 @@ from megatrain import anatomy as parts
 from megatrain.activations import offloaded_bytes
 from megatrain.anatomy.meta import token_elements
 from megatrain.config import EngineConfig
-from megatrain.control import Knobs
 from megatrain.host import role_bytes
 from megatrain.layout import Layout
 from megatrain.machine import Machine
 from megatrain.memory import StepSize, device_bytes, must_offload, resident_layers_that_fit
 from megatrain.shapes import host_shape, layouts_of
+from megatrain.steering import Knobs
 from megatrain.workspace import Workspace, workspace
 
 OFFLOADED = "offloaded layer inputs"

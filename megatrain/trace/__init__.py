@@ -8,6 +8,7 @@ from megatrain.trace.metrics import StepMetrics, step_metrics
 from megatrain.trace.recorder import Recorder, Records
 from megatrain.trace.records import (
     Lane,
+    LayerStats,
     Marker,
     MemorySample,
     Op,
@@ -21,6 +22,7 @@ from megatrain.trace.waits import Wait, WaitCause, compute_waits
 
 __all__ = [
     "Lane",
+    "LayerStats",
     "Marker",
     "MemorySample",
     "MemorySampler",

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from megatrain.trace.records import Marker, MemorySample, SlotChange, Span, StepRecord
+from megatrain.trace.records import LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
 
-Record = Span | SlotChange | MemorySample | StepRecord | Marker
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, Marker)
+Record = Span | SlotChange | MemorySample | StepRecord | LayerStats | Marker
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
 
-RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, Marker)
+RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Records:
     slots: list[SlotChange] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    layers: list[LayerStats] = field(default_factory=list)
     markers: list[Marker] = field(default_factory=list)
     lost: int = 0
 
@@ -91,12 +92,15 @@ class Recorder:
     def steps(self) -> list[StepRecord]:
         return self.since(StepRecord, 0)[0]
 
+    def layers(self) -> list[LayerStats]:
+        return self.since(LayerStats, 0)[0]
+
     def markers(self) -> list[Marker]:
         return self.since(Marker, 0)[0]
 
     def snapshot(self) -> Records:
         """Return all that is kept; `lost` counts what the bound has dropped since the run began."""
-        lists = (self.spans(), self.slots(), self.memory(), self.steps(), self.markers())
+        lists = (self.spans(), self.slots(), self.memory(), self.steps(), self.layers(), self.markers())
         return Records(*lists, lost=sum(max(log.added - self.capacity, 0) for log in self._logs.values()))
 
     def _log(self, kind: type) -> _Log[Any]:

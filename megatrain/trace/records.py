@@ -87,8 +87,24 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerStats:
+    """Scales of one layer in one step, recorded at the step's end; NaN where there is nothing to measure.
+
+    grad_norm: 2-norm of the layer's gradient before clipping. weight_norm: 2-norm of its weights before this step's
+    update. output_rms: root mean square of its output over all tokens and features of the step.
+    """
+
+    time_s: float
+    step: int
+    layer: int
+    grad_norm: float
+    weight_norm: float
+    output_rms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
-    """A knob changed, at the step and layer where the change took effect."""
+    """A wish took effect, at this step and layer: a knob has a new value, or the run was paused, resumed, stopped."""
 
     time_s: float
     name: str
