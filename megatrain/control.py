@@ -79,6 +79,11 @@ class Control:
         return self._paused and self._until is None
 
     @property
+    def stepping(self) -> bool:
+        """True while the user goes from hold to hold, or will be held at the next layer."""
+        return self._paused
+
+    @property
     def stopping(self) -> bool:
         """True once `stop` was called: the step in progress completes, no further one begins."""
         return self._stopped
@@ -120,6 +125,7 @@ class Control:
             wanted = replace(self._knobs, **change)
             self._checks.knobs(wanted)
             self._knobs = wanted
+            self._changed.notify_all()
             return _kept(Wish(text), self._to_pass)
 
     def set_micro_batch_size(self, rows: int) -> Wish:
@@ -210,13 +216,14 @@ class Control:
 
     # ---- the engine's side ----
 
-    def begin_step(self) -> None:
-        """Called by the engine. Raises StoppedError after `stop`."""
+    def begin_step(self) -> int | None:
+        """Called by the engine: the micro-batch size of the step that begins. Raises StoppedError after `stop`."""
         with self._changed:
             if self._stopped:
                 raise StoppedError("the run was stopped (control.stop()); make a new engine to train further")
             self._inside_step = True
             self._fulfil(self._to_begin, None)
+            return self._micro_batch_size
 
     def end_step(self) -> None:
         """Called by the engine, also when a step failed."""
@@ -239,25 +246,34 @@ class Control:
         for wishes in (self._to_hold, self._to_pass, self._to_begin):
             self._overtake(wishes)
 
-    def at_layer(self, position: Position, on_hold: Callable[[], None] = lambda: None) -> Knobs:
+    def at_layer(self, position: Position, on_hold: Callable[[Knobs], None] = lambda _: None) -> Knobs:
         """Called by the engine before each layer: waits while held, returns the knobs that now apply.
 
-        on_hold: called once, in this thread, before it waits.
+        on_hold: called in this thread before it waits, and again when knobs change meanwhile; it may take its time.
         """
-        with self._changed:
-            self.position = position
-            told = False
-            while self._held_at(position):
-                if not told:
-                    on_hold()
-                    told = self._waiting = True
-                self._fulfil(self._to_hold, position)
-                self._changed.wait()
-            self._waiting = False
-            if self._paused and self._until is None:
-                self._allowed_layers -= 1
-            self._fulfil(self._to_pass, position)
-            return self._knobs
+        described: Knobs | None = None
+        while True:
+            with self._changed:
+                self.position = position
+                if described is not None:
+                    self._wait(position, described)
+                if not self._held_at(position):
+                    return self._pass(position)
+                described = self._knobs
+            on_hold(described)
+
+    def _wait(self, position: Position, described: Knobs) -> None:
+        self._waiting = self._held_at(position)
+        while self._held_at(position) and self._knobs == described:
+            self._fulfil(self._to_hold, position)
+            self._changed.wait()
+
+    def _pass(self, position: Position) -> Knobs:
+        self._waiting = False
+        if self._paused and self._until is None:
+            self._allowed_layers -= 1
+        self._fulfil(self._to_pass, position)
+        return self._knobs
 
     def _held_at(self, position: Position) -> bool:
         if self._until is not None and self._until(position):

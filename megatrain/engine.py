@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 
 from megatrain import anatomy as parts
@@ -29,21 +28,15 @@ from megatrain.control import Checks, Control
 from megatrain.executor import Executor, NonFiniteError, StepState
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
-from megatrain.memory import (
-    DeviceBytes,
-    StepSize,
-    backward_from,
-    device_bytes,
-    must_offload,
-    resident_layers_that_fit,
-)
+from megatrain.memory import backward_from
 from megatrain.optim import join, native_available, split
+from megatrain.report import Inspection
+from megatrain.room import Room
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
 from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
 from megatrain.steering import Knobs, Position
-from megatrain.trace import Marker, Recorder, StepRecord
-from megatrain.update import Hyperparameters
-from megatrain.workspace import workspace
+from megatrain.trace import LayerStats, Marker, Recorder, StepRecord
+from megatrain.update import Hyperparameters, weight_norm
 
 log = logging.getLogger("megatrain")
 
@@ -87,7 +80,8 @@ class StreamingEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._step = 0
-        self._size = StepSize()  # of the last step
+        self._paused = False  # as the record has it
+        self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
         self._names = list(model.state_dict())
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
@@ -96,13 +90,20 @@ class StreamingEngine:
         self._set_checkpointing(False)  # the engine recomputes each layer itself
         try:
             self._examine(model)
-            self._budget_bytes = self._device_budget()
-            self._require_room(self._knobs)
+            self._room = Room(
+                self._layouts,
+                self._shell_layout,
+                self.config,
+                self._device,
+                self._widths,
+                self._anatomy.token_elements,
+            )
+            self._room.require(self._knobs)
         except BaseException:
             self._set_checkpointing(True)
             raise
         self._take_over()
-        self._budget_bytes = self._device_budget()
+        self._room.look()
         self._schedule = Schedule(
             layers=len(self._layouts),
             trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
@@ -118,8 +119,16 @@ class StreamingEngine:
             self._device,
             self.recorder,
             self.config.loss_chunk_tokens,
+            self.config.throttle,
         )
-        self.control = Control(self._knobs, Checks(knobs=self._require_room))
+        self.held: Inspection | None = None  # while held: what a viewer may want to know
+        reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
+        visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
+        self.control = Control(
+            self._knobs,
+            Checks(self._room.require, lambda rows: self._room.require_rows(self.control.knobs, rows), visits),
+            micro_batch_size=self.config.micro_batch_size,
+        )
 
     # ---- construction ----
 
@@ -146,82 +155,11 @@ class StreamingEngine:
         )
         for unit, host in self._units():
             _take_over(unit, host)
+            host.weight_norm = weight_norm(host)
 
     def _units(self) -> Iterator[tuple[parts.Unit, HostLayer]]:
         yield self._anatomy.shell, self._host.shell
         yield from zip(self._anatomy.units, self._host.layers, strict=True)
-
-    def _device_budget(self) -> int:
-        if self.config.device_memory_bytes is not None:
-            return self.config.device_memory_bytes
-        if self._device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._device)[0])
-        return int(psutil.virtual_memory().available)  # the device arena is host memory here
-
-    # ---- room on the device ----
-
-    def _device_bytes(self, knobs: Knobs, *, offload: bool) -> DeviceBytes:
-        return device_bytes(self._layouts, self._shell_layout, knobs, self._size, offload=offload)
-
-    def _require_room(self, knobs: Knobs) -> None:
-        offload = self.config.offload_activations is not False
-        needs = self._device_bytes(knobs, offload=offload)
-        if needs.total > self._budget_bytes:
-            raise ValueError(
-                f"prefetch_depth={knobs.prefetch_depth}, grad_buffers={knobs.grad_buffers} and "
-                f"resident_layers={knobs.resident_layers} need {needs.total / 1e6:,.1f} MB on the device "
-                f"({needs.weight_slots / 1e6:,.1f} for weights, {needs.gradient_buffers / 1e6:,.1f} for gradients, "
-                f"{needs.saved_inputs / 1e6:,.1f} for saved inputs), which has {self._budget_bytes / 1e6:,.1f} MB; "
-                "lower them, or the batch"
-            )
-
-    def _prepare_size(self, batch: Batch) -> bool:
-        """Settle what depends on the batch's size; returns whether saved inputs go to the host."""
-        token_bytes = self._anatomy.token_elements * getattr(torch, self.config.dtype).itemsize
-        before, self._size = self._size, StepSize.of(*batch.shape, self.config.micro_batch_size, token_bytes)
-        try:
-            return self._make_room(changed=self._size != before)
-        except ValueError:
-            self._size = before  # the batch is not trained on
-            raise
-
-    def _make_room(self, *, changed: bool) -> bool:
-        """Decide on offloading and resident layers for the size at hand; ValueError if it does not fit."""
-        knobs = self.control.knobs
-        if changed and self.config.resident_layers == "auto":
-            knobs = replace(knobs, resident_layers=0)
-        offload = self.config.offload_activations
-        if offload == "auto":
-            offload = must_offload(
-                self._layouts, self._shell_layout, knobs, self._size, self._spare_bytes(offload=False)
-            )
-        if changed and self.config.resident_layers == "auto":
-            self.control.set_resident_layers(self._resident_layers(knobs, offload=offload))
-        elif changed:
-            self._require_room(knobs)
-        return offload
-
-    def _resident_layers(self, knobs: Knobs, *, offload: bool) -> int:
-        """On a CPU the device arena is host memory, where keeping a second copy would only cost."""
-        if self._device.type == "cpu" and self.config.device_memory_bytes is None:
-            return 0
-        spare = self._spare_bytes(offload=offload)
-        return resident_layers_that_fit(self._layouts, self._shell_layout, knobs, self._size, spare, offload=offload)
-
-    def _spare_bytes(self, *, offload: bool) -> int:
-        """What the engine may hold so that kernels find room too; on a CPU they do not work in the arena."""
-        if self._device.type == "cpu":
-            return self._budget_bytes
-        kernels = workspace(
-            self._widths,
-            self._layouts,
-            self._shell_layout,
-            self._size,
-            itemsize=getattr(torch, self.config.dtype).itemsize,
-            chunk_tokens=self.config.loss_chunk_tokens,
-            offload=offload,
-        )
-        return self._budget_bytes - kernels.total
 
     # ---- one step ----
 
@@ -232,17 +170,21 @@ class StreamingEngine:
         optionally attention_mask or position_ids (B, T). Raises ValueError for a batch that cannot be trained on,
         NonFiniteError if the loss or the gradient norm is (nothing is applied), LaneError if a lane failed.
         """
-        self._require_usable()
-        cut = make_batch(dict(batch), self.config.micro_batch_size, self._vocabulary())
-        start_s = self.recorder.now()
-        if cut.tokens == 0:
-            return self._skip(cut, start_s)
         with self._alone():
-            return self._train(cut, start_s)
+            rows = self.control.begin_step()
+            try:
+                cut = make_batch(dict(batch), rows, self._vocabulary())
+                start_s = self.recorder.now()
+                return self._train(cut, start_s, rows) if cut.tokens else self._skip(cut, start_s)
+            finally:
+                self.control.end_step()
 
-    def _train(self, cut: Batch, start_s: float) -> StepResult:
-        offload = self._prepare_size(cut)
-        self.control.begin_step()
+    def _train(self, cut: Batch, start_s: float, rows: int | None) -> StepResult:
+        offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), self.control.knobs)
+        if knobs != self.control.knobs:
+            self.control.set_resident_layers(knobs.resident_layers)
+        self._tell("micro_batch_size", self._rows, rows, None)
+        self._rows = rows
         state: StepState | None = None
         try:
             state = self._begin(cut, offload=offload)
@@ -257,7 +199,6 @@ class StreamingEngine:
         finally:
             if state is not None and self._failure is None:
                 self._executor.end(state)
-            self.control.end_step()
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
@@ -279,7 +220,7 @@ class StreamingEngine:
         return self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
 
     def _offload_arena(self, batch: Batch) -> OffloadedInputs:
-        part_bytes = self._size.micro_batch_bytes
+        part_bytes = self._room.size.micro_batch_bytes
         if self._offloaded is None or not self._offloaded.fits(len(batch.parts), part_bytes):
             if self._offloaded is not None:
                 self._offloaded.close()
@@ -297,9 +238,7 @@ class StreamingEngine:
                 visited.append(latest)
             if len(visited) >= VISITS_IN_FLIGHT:
                 self._executor.wait(visited[-VISITS_IN_FLIGHT])
-            knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer))
-            self._tell_changes(knobs, state.number, visit.layer)
-            return knobs
+            return self._gate(state, visit, visited[-1:])
 
         latest: int | None = None
         in_backward = Hyperparameters(self.optimizer, self.lr, grad_scale=1.0)
@@ -312,20 +251,39 @@ class StreamingEngine:
         assert norm is not None
         return self._apply(state, norm)
 
-    def _tell_changes(self, knobs: Knobs, step: int, layer: int) -> None:
-        """Mark in the record where a changed knob took effect."""
+    def _gate(self, state: StepState, visit: Visit, running: list[int]) -> Knobs:
+        """Meet the user's wishes before a visit; `running`: what has to be over before a held engine is at rest."""
+
+        def on_hold(knobs: Knobs) -> None:
+            for number in running:
+                self._executor.wait(number)
+            self._tell("paused", self._paused, True, visit.layer)
+            self._paused = self._executor.inspecting = True
+            coming = self._schedule.preview(state.shape, visit, knobs)
+            self.held = replace(self._executor.inspected, next=[op.words for op in coming])
+
+        knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer), on_hold)
+        self.held = None
+        if self._paused and not self.control.stepping:
+            self._tell("paused", True, False, visit.layer)
+            self._paused = self._executor.inspecting = False
         for name in ("prefetch_depth", "grad_buffers", "resident_layers"):
-            old, new = getattr(self._knobs, name), getattr(knobs, name)
-            if old != new:
-                self.recorder.add(Marker(self.recorder.now(), name, old, new, step, layer))
+            self._tell(name, getattr(self._knobs, name), getattr(knobs, name), visit.layer)
         self._knobs = knobs
+        return knobs
+
+    def _tell(self, name: str, old: object, new: object, layer: int | None) -> None:
+        """Mark in the record where a change took effect."""
+        if old != new:
+            self.recorder.add(Marker(self.recorder.now(), name, old, new, self._step, layer))
 
     def _apply(self, state: StepState, norm: Op) -> StepResult:
         """Read loss and norm, refuse what is not finite, and let the optimizer loose."""
         self._executor.wait(norm.number)
         assert state.result is not None
-        loss, balancing, grad_norm = state.result.tolist()
+        loss, balancing, grad_norm, *scales = state.result.tolist()
         self._require_finite(loss, grad_norm)
+        self._record_layers(scales)
         numbers = Hyperparameters(self.optimizer, self.lr, self._clip_factor(grad_norm))
         for op in self._schedule.updates():
             self._executor.issue(state, op, numbers)
@@ -372,6 +330,12 @@ class StreamingEngine:
             )
         )
 
+    def _record_layers(self, scales: list[float]) -> None:
+        now, count = self.recorder.now(), len(self._layouts)
+        for layer, host in enumerate(self._host.layers):
+            found = (scales[layer], host.weight_norm, scales[count + layer])
+            self.recorder.add(LayerStats(now, self._step, layer, *found))
+
     # ---- knobs ----
 
     @property
@@ -403,6 +367,16 @@ class StreamingEngine:
     def arena_bytes(self) -> int:
         """Bytes that the engine itself holds on the device now."""
         return self._executor.ledger.held_bytes
+
+    @property
+    def planned_bytes(self) -> int:
+        """Most bytes that the device arena may hold with the knobs as they are and a batch as the last one."""
+        offload = self._offloaded is not None or self.config.offload_activations is True
+        return self._room.needs(self.control.knobs, self._room.size, offload=offload).total
+
+    def at_work(self) -> dict[str, list[str]]:
+        """Per lane, what it is at and what waits behind, in words."""
+        return self._executor.at_work()
 
     @property
     def pinned_bytes(self) -> int:

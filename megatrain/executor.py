@@ -16,12 +16,15 @@ import torch
 from megatrain import anatomy as parts
 from megatrain.activations import OffloadedInputs, SavedInputs
 from megatrain.batch import Batch
+from megatrain.config import Throttle
 from megatrain.gradients import GradientSum
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import Done, Label, Lanes, Stream
 from megatrain.layout import Layout
 from megatrain.loss import head
 from megatrain.memory import gradient_buffer_bytes, slot_bytes, sum_bytes
+from megatrain.report import Inspection
+from megatrain.scales import Scales, statistics
 from megatrain.schedule import SHELL, Kind, Op, StepShape
 from megatrain.slots import BufferPool, Ledger, gradient_states, weight_states
 from megatrain.trace import Recorder, Span
@@ -41,6 +44,7 @@ class StepState:
     shape: StepShape
     offloaded: OffloadedInputs | None
     shell_sum: GradientSum
+    scales: Scales
     tapes: dict[int, parts.Tape] = field(default_factory=dict)
     output_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch
     random_states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -49,7 +53,7 @@ class StepState:
     norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
     present: dict[int | None, set[str]] = field(default_factory=dict)  # parameters that got a gradient
     layer_sum: GradientSum | None = None
-    result: torch.Tensor | None = None  # loss, balancing loss and gradient norm, float64, on the host
+    result: torch.Tensor | None = None  # float64, on the host: loss, balancing loss, gradient norm, then the scales
 
 
 class Executor:
@@ -64,6 +68,7 @@ class Executor:
         device: torch.device,
         recorder: Recorder,
         loss_chunk_tokens: int,
+        throttle: Throttle | None = None,
     ) -> None:
         self._anatomy = anatomy
         self._layouts = layouts
@@ -71,10 +76,12 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._loss_chunk_tokens = loss_chunk_tokens
-        self._lanes = Lanes.on(device, recorder)
+        self._lanes = Lanes.on(device, recorder, throttle)
         # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
         weakref.finalize(self, self._lanes.close)
         self._dones: dict[int, Done] = {}
+        self.inspecting = False  # while a user steps layer by layer: look into what goes in and comes out
+        self.inspected = Inspection()
         self._random = parts.RandomState(device)
         self.ledger = Ledger()
         self.saved = SavedInputs(self.ledger)
@@ -126,7 +133,7 @@ class Executor:
         if widest and self._layer_sums is None:
             self._layer_sums = self._sums(widest)
         shell_sum = GradientSum(self._shell_layout, self._shell_gradient, self._shell_sums)
-        return StepState(number, batch, shape, offloaded, shell_sum)
+        return StepState(number, batch, shape, offloaded, shell_sum, Scales(len(self._layouts)))
 
     def wait(self, number: int) -> None:
         """Block until an operation is complete; LaneError if it failed."""
@@ -154,6 +161,10 @@ class Executor:
             self.ledger.release(gradient.nbytes)
         state.output_gradients.clear()
         self.forget_complete()
+
+    def at_work(self) -> dict[str, list[str]]:
+        """Per lane, what it is at and what waits behind, in words."""
+        return self._lanes.at_work()
 
     def close(self) -> None:
         self._lanes.close()
@@ -244,6 +255,8 @@ class Executor:
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
             module = self._anatomy.layers[layer]
             output = parts.forward(module, self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+        state.scales.add_output(layer, output)
+        self._inspect(layer, "forward", hidden, output)
         self.saved.put(layer + 1, mb, output.contiguous(), self._readers(state, layer + 1))
         if self._readers(state, layer) == 2 or layer < state.shape.backward_from:
             self.saved.release(layer, mb)
@@ -319,12 +332,20 @@ class Executor:
         )
         if self._anatomy.model.training:
             self._random.set(after)
+        self._inspect(layer, "backward", state.output_gradients[mb], gradient)
         self._keep_output_gradient(state, mb, gradient)
         self.saved.release(layer, mb)
 
+    def _inspect(self, layer: int, phase: str, came: torch.Tensor, went: torch.Tensor) -> None:
+        if self.inspecting:
+            self.inspected = Inspection([], layer, phase, statistics(came), statistics(went))
+
     def _finish_sum(self, state: StepState, layer: int | None, total: GradientSum) -> None:
         prefix = "" if layer is None else self._anatomy.units[layer].prefix
-        state.norms |= {prefix + name: norm for name, norm in total.finish().items()}
+        norms = total.finish()
+        state.norms |= {prefix + name: norm for name, norm in norms.items()}
+        if layer is not None:
+            state.scales.add_gradient(layer, norms.values())
         state.present[layer] = total.present
 
     def _shell_backward(self, state: StepState, mb: int) -> int:
@@ -341,8 +362,9 @@ class Executor:
         zero = torch.zeros((), device=self._device)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
         loss, balancing = _total(state.losses, zero), _total(state.balancing, zero)
-        result = torch.stack([loss.double(), balancing.double(), norm.double()])
-        state.result = torch.empty(3, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        loss = loss.double()
+        result = torch.cat([torch.stack([loss, balancing.double(), norm.double()]), state.scales.on_device(loss)])
+        state.result = torch.empty(result.shape, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         stream.copy(state.result, result)
         stream.keep(result)
         return 0

@@ -6,6 +6,7 @@ and every byte is used: torch's own pinned memory rounds each tensor up to a pow
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,6 +80,7 @@ class HostLayer:
     weights: uint8, what is streamed. low: int16, the other half of each bfloat16 weight's fp32 master.
     exp_avg, exp_avg_sq: one item per trained element. gradient: uint8, or None where slabs are used.
     steps: how often each trained parameter was updated (AdamW's bias correction counts per parameter).
+    weight_norm: 2-norm of the trained weights after the last update; NaN before anybody computed it.
     """
 
     layout: Layout
@@ -88,6 +90,7 @@ class HostLayer:
     exp_avg_sq: torch.Tensor
     gradient: torch.Tensor | None
     steps: dict[str, int] = field(default_factory=dict)
+    weight_norm: float = math.nan
 
 
 @dataclass(frozen=True)

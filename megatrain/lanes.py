@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.config import Throttle
 from megatrain.trace import Recorder, Span
 
 LANES = ("h2d", "compute", "d2h", "host")
@@ -94,12 +96,16 @@ class Stream(Protocol):
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the memory of `tensor`, made on another stream, until this stream has passed this point."""
 
+    def pace(self, start: Any, nbytes: int) -> None:
+        """Let no more than the stream's rate pass: called after work that began at `start` and moved `nbytes`."""
+
 
 class CpuStream:
-    """Work is complete when its function returns."""
+    """Work is complete when its function returns; where a rate is given, not before its bytes would have passed."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], bytes_per_s: float | None = None) -> None:
         self._clock = clock
+        self._bytes_per_s = bytes_per_s
 
     def wait_for(self, done: Done) -> None:
         done.wait()
@@ -122,6 +128,10 @@ class CpuStream:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Nothing to do: the caller's reference holds it."""
+
+    def pace(self, start: float, nbytes: int) -> None:
+        if self._bytes_per_s is not None:
+            time.sleep(max(0.0, start + nbytes / self._bytes_per_s - self._clock()))
 
 
 class CudaClock:
@@ -182,6 +192,9 @@ class CudaStream:
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
 
+    def pace(self, start: Any, nbytes: int) -> None:
+        """A card goes as fast as it can."""
+
 
 @dataclass(frozen=True)
 class Label:
@@ -220,6 +233,7 @@ class Lane:
         self._recorder = recorder
         self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._pending: deque[tuple[Label, int, Any, Any]] = deque()  # spans whose times are not known yet
+        self._queued: deque[Label] = deque()  # what was submitted and is not complete, for whoever looks
         self._error: BaseException | None = None
         self._accepting = threading.Lock()
         self._reading = threading.Lock()
@@ -231,10 +245,15 @@ class Lane:
         item = _Item(work, waits, label)
         with self._accepting:
             if self._error is None:
+                self._queued.append(label)
                 self._items.put(item)
             else:
                 item.done.fail(self._error)
         return item.done
+
+    def at_work(self) -> list[str]:
+        """What the lane is at and what is queued behind it, in words; for people, from any thread."""
+        return [str(label) for label in self._queued.copy()]
 
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -255,6 +274,7 @@ class Lane:
                 if start_s is None or end_s is None:
                     return
                 self._pending.popleft()
+                self._queued.popleft()
                 self._record(label, nbytes, start_s, end_s)
 
     def _record(self, label: Label, nbytes: int, start_s: float, end_s: float) -> None:
@@ -289,6 +309,7 @@ class Lane:
             with self.stream.active():
                 start = self.stream.mark()
                 nbytes = item.work(self.stream)
+                self.stream.pace(start, nbytes)
                 end = self.stream.mark()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: the caller must hear of it
             item.done.fail(self._failed(item.label, error))
@@ -325,11 +346,16 @@ class Lanes:
         self._lanes = {name: Lane(name, streams[name], recorder) for name in LANES}
 
     @classmethod
-    def on(cls, device: torch.device, recorder: Recorder) -> Lanes:
-        """Lanes for a torch device: CUDA streams for "cuda", else threads that copy and compute."""
+    def on(cls, device: torch.device, recorder: Recorder, throttle: Throttle | None = None) -> Lanes:
+        """Lanes for a torch device: CUDA streams for "cuda", else threads that copy and compute.
+
+        throttle: of CPU lanes; ValueError with a CUDA device.
+        """
         cpu = CpuStream(recorder.now)
         if device.type != "cuda":
-            return cls(dict.fromkeys(LANES, cpu), recorder)
+            return cls(_cpu_streams(recorder.now, throttle or Throttle()), recorder)
+        if throttle is not None:
+            raise ValueError('throttle slows the lanes of a CPU only; set device="cpu", or leave it out')
         clock = CudaClock(recorder.now, torch.cuda)
         # Three streams, so that weights arrive (h2d) and gradients leave (d2h) while a layer computes.
         streams: dict[str, Stream] = {name: CudaStream(clock) for name in ("h2d", "compute", "d2h")}
@@ -342,6 +368,16 @@ class Lanes:
         for lane in self._lanes.values():
             lane.record_spans()
 
+    def at_work(self) -> dict[str, list[str]]:
+        """Per lane, what it is at and what waits behind, in words."""
+        return {name: lane.at_work() for name, lane in self._lanes.items()}
+
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+
+
+def _cpu_streams(clock: Callable[[], float], throttle: Throttle) -> dict[str, Stream]:
+    link, host = throttle.link_bytes_per_s, throttle.update_bytes_per_s
+    rates = {"h2d": link, "compute": None, "d2h": link, "host": host}
+    return {name: CpuStream(clock, rates[name]) for name in LANES}

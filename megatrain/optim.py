@@ -53,8 +53,10 @@ def update(
     step: AdamWStep,
     *,
     threads: int | None = None,
-) -> None:
+) -> float:
     """Apply one AdamW step to `weight`, `low`, `exp_avg` and `exp_avg_sq` in place; `grad` is only read.
+
+    Returns the sum of the squares of the updated float32 weights, which costs nothing in the same pass.
 
     All are 1-D contiguous CPU tensors of one length. `weight` is the float32 master, or with `low` (int16)
     the bfloat16 half of a split one. `grad` is float32 or bfloat16. The moments are both float32, or both
@@ -67,12 +69,11 @@ def update(
         raise ValueError(f"threads must be at least 1, or None for one per core; got {threads}")
     kernel = native.kernel()
     if kernel is None:
-        _update_torch(weight, low, grad, exp_avg, exp_avg_sq, _factors(step))
-        return
+        return _update_torch(weight, low, grad, exp_avg, exp_avg_sq, _factors(step))
     addresses = (0 if a is None else a.data_ptr() for a in (weight, low, grad, exp_avg, exp_avg_sq))
     bf16_grad, bf16_moments = (a.dtype == torch.bfloat16 for a in (grad, exp_avg))
     count = _core_count() if threads is None else threads
-    kernel(native.Arrays(*addresses), _factors(step), weight.numel(), bf16_grad, bf16_moments, count)
+    return kernel(native.Arrays(*addresses), _factors(step), weight.numel(), bf16_grad, bf16_moments, count)
 
 
 def split(master: Tensor, hi_out: Tensor, lo_out: Tensor) -> None:
@@ -116,11 +117,13 @@ def _factors(step: AdamWStep) -> native.Factors:
 
 def _update_torch(
     weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, f: native.Factors
-) -> None:
+) -> float:
     """The compiled pass as torch operations, chunk by chunk."""
     w, g, m, v = (a.detach() for a in (weight, grad, exp_avg, exp_avg_sq))
-    for part in _chunks(w.numel()):
+    return sum(
         _update_chunk(w[part], None if low is None else low[part], g[part], m[part], v[part], f, part.start)
+        for part in _chunks(w.numel())
+    )
 
 
 def _update_chunk(
@@ -131,7 +134,7 @@ def _update_chunk(
     exp_avg_sq: Tensor,
     f: native.Factors,
     begin: int,
-) -> None:
+) -> float:
     g = grad.float() * f.grad_scale
     w = weight if low is None else join(weight, low)
     m, v = exp_avg.float(), exp_avg_sq.float()  # the arrays themselves where they are float32
@@ -146,6 +149,7 @@ def _update_chunk(
         random = _scramble(index ^ f.rounding_key)
         exp_avg.view(torch.int16)[:] = _high_half(m, random & 0xFFFF)
         exp_avg_sq.view(torch.int16)[:] = _high_half(v, random >> 16)
+    return float(w.square().sum(dtype=torch.float64))
 
 
 def _chunks(numel: int) -> Iterator[slice]:

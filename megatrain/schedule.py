@@ -12,6 +12,7 @@ Note: which slot is evicted
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -74,6 +75,15 @@ class Op:
     @property
     def lane(self) -> str:
         return LANE_OF[self.kind]
+
+    @property
+    def words(self) -> str:
+        """For people: "load layer 3 into slot 1"."""
+        what = "the shell" if self.layer is None else f"layer {self.layer}"
+        words = f"{self.kind.value} {what}"
+        words += f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
+        words += f", weights slot {self.slot}" if self.slot is not None else ""
+        return words + (f", gradient buffer {self.buffer}" if self.buffer is not None else "")
 
     def __str__(self) -> str:
         """Short and complete, for reading and for literal lists in tests: "forward 3 mb0 slot1 after 7"."""
@@ -165,26 +175,37 @@ class Schedule:
 
     def step(self, shape: StepShape, knobs_at: Callable[[Visit], Knobs]) -> Iterator[Op]:
         """The operations of a step up to its norm. `knobs_at` is asked before every visit and may block."""
-        visits = self._visits(shape)
+        visits = self.visits(shape)
         load = yield from self._load_shell()
         recorded = yield from self._record(shape, load)
         self._inputs = _Inputs({(0, mb): number for mb, number in enumerate(recorded)})
         for at, visit in enumerate(visits):
-            knobs = knobs_at(visit)
-            window = visits[at : at + 1 + knobs.prefetch_depth]
-            yield from self._resize(knobs, visits, at, window)
-            yield from self._ensure_loaded(visits, at, 0)
-            if visit.phase == "forward":
-                yield from self._forward(visit.layer, shape)
-            else:
-                yield from self._backward(visit.layer, shape)
-            for ahead in range(1, len(window)):
-                yield from self._ensure_loaded(visits, at, ahead)
-                if ahead == 1:
-                    yield from self._fetch(window[1], shape)
-            if visit == Visit("forward", self.layers - 1):
-                yield from self._head(shape)
+            yield from self._visit(visits, at, knobs_at(visit), shape)
         yield from self._finish(shape)
+
+    def preview(self, shape: StepShape, visit: Visit, knobs: Knobs, count: int = 2) -> list[Op]:
+        """The operations of `visit`, which is next, and those after it up to `count` visits; nothing changes."""
+        later = copy.deepcopy(self)
+        visits = later.visits(shape)
+        at = visits.index(visit)
+        ahead = range(at, min(at + count, len(visits)))
+        return [op for number in ahead for op in later._visit(visits, number, knobs, shape)]
+
+    def _visit(self, visits: list[Visit], at: int, knobs: Knobs, shape: StepShape) -> Iterator[Op]:
+        """One layer in one direction, and the loads that run beside it."""
+        visit, window = visits[at], visits[at : at + 1 + knobs.prefetch_depth]
+        yield from self._resize(knobs, visits, at, window)
+        yield from self._ensure_loaded(visits, at, 0)
+        if visit.phase == "forward":
+            yield from self._forward(visit.layer, shape)
+        else:
+            yield from self._backward(visit.layer, shape)
+        for ahead in range(1, len(window)):
+            yield from self._ensure_loaded(visits, at, ahead)
+            if ahead == 1:
+                yield from self._fetch(window[1], shape)
+        if visit == Visit("forward", self.layers - 1):
+            yield from self._head(shape)
 
     def updates(self) -> Iterator[Op]:
         """AdamW for the shell and then for every trained layer from 0 up; only after `step` ran to its end."""
@@ -196,7 +217,8 @@ class Schedule:
             if layer in self._unloaded:
                 yield self._update(layer, None)
 
-    def _visits(self, shape: StepShape) -> list[Visit]:
+    def visits(self, shape: StepShape) -> list[Visit]:
+        """Every visit of a step, in order."""
         up = [Visit("forward", layer) for layer in range(self.layers)]
         return up + [Visit("backward", layer) for layer in range(self.layers - 1, shape.backward_from - 1, -1)]
 

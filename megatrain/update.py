@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,8 +39,9 @@ class Hyperparameters:
 def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], numbers: Hyperparameters) -> None:
     """Apply AdamW in place to the parameters in `present`; one without a gradient is left alone, as torch does.
 
-    gradient: uint8, laid out like the weights' trained prefix.
+    gradient: uint8, laid out like the weights' trained prefix. Also keeps `host.weight_norm` up to date.
     """
+    squares = sum(_squares(host, entry) for entry in host.layout.trained if entry.name not in present)
     for entry in host.layout.trained:
         if entry.name in present:
             host.steps[entry.name] = host.steps.get(entry.name, 0) + 1
@@ -48,7 +50,7 @@ def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], num
         elements = slice(first.element, last.element + last.spec.numel)
         stop = first.offset_bytes + (elements.stop - elements.start) * first.spec.dtype.itemsize
         split = host.low is not None and first.spec.dtype == torch.bfloat16
-        update(
+        squares += update(
             host.weights[first.offset_bytes : stop].view(first.spec.dtype),
             host.low[elements] if split and host.low is not None else None,
             gradient[first.offset_bytes : stop].view(first.spec.dtype),
@@ -56,6 +58,17 @@ def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], num
             host.exp_avg_sq[elements],
             numbers.at(host.steps[first.name], first.spec.decay),
         )
+    host.weight_norm = math.sqrt(squares)
+
+
+def weight_norm(host: HostLayer) -> float:
+    """The 2-norm of a layer's trained weights as they are streamed; NaN where none is trained."""
+    squares = [_squares(host, entry) for entry in host.layout.trained]
+    return math.sqrt(sum(squares)) if squares else math.nan
+
+
+def _squares(host: HostLayer, entry: Entry) -> float:
+    return float(torch.linalg.vector_norm(entry.view(host.weights), dtype=torch.float32)) ** 2
 
 
 def _runs(host: HostLayer, present: set[str]) -> Iterator[list[Entry]]:

@@ -205,7 +205,12 @@ def test_a_depth_takes_effect_at_the_next_layer() -> None:
         run.join()
         assert len(engine._executor.weights) == 1
         markers = [(m.name, m.old, m.new, m.step, m.layer) for m in engine.recorder.markers()]
-        assert markers == [("prefetch_depth", 0, 2, 0, 1), ("prefetch_depth", 2, 0, 0, 2)]
+        assert markers == [
+            ("paused", False, True, 0, 0),
+            ("prefetch_depth", 0, 2, 0, 1),
+            ("paused", True, False, 0, 2),
+            ("prefetch_depth", 2, 0, 0, 2),
+        ]
 
 
 # ---- at random ----
@@ -269,7 +274,7 @@ def require_no_leak(engine: StreamingEngine) -> None:
     executor, knobs = engine._executor, engine.control.knobs
     assert len(executor.weights) == min(knobs.weight_slots, LAYERS)
     assert len(executor.gradients) == knobs.grad_buffers
-    needs = device_bytes(engine._layouts, engine._shell_layout, knobs, engine._size, offload=True)
+    needs = device_bytes(engine._layouts, engine._shell_layout, knobs, engine._room.size, offload=True)
     assert engine.arena_bytes == needs.total - needs.saved_inputs
     assert not executor.saved._held
     assert not executor._dones

@@ -42,8 +42,8 @@ class Mkl(ctypes.Structure):
     _fields_ = (("vms_sqrt", ctypes.c_void_p), ("set_num_threads_local", ctypes.c_void_p))
 
 
-Kernel = Callable[[Arrays, Factors, int, bool, bool, int], None]
-"""(arrays, factors, numel, grad_is_bfloat16, moments_are_bfloat16, threads)"""
+Kernel = Callable[[Arrays, Factors, int, bool, bool, int], float]
+"""(arrays, factors, numel, grad_is_bfloat16, moments_are_bfloat16, threads) → squares of the new weights, summed"""
 
 
 def kernel() -> Kernel | None:
@@ -64,9 +64,9 @@ def _load() -> Kernel | None:
         return None
     pointers = (ctypes.POINTER(Arrays), ctypes.POINTER(Factors), ctypes.POINTER(Mkl))
     function.argtypes = (*pointers, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
-    function.restype = None
+    function.restype = ctypes.c_double
     mkl = _mkl_of_torch()
-    return lambda arrays, factors, *numbers: function(arrays, factors, mkl, *numbers)
+    return lambda arrays, factors, *numbers: float(function(arrays, factors, mkl, *numbers))
 
 
 def _mkl_of_torch() -> Mkl | None:

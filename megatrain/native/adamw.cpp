@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -135,8 +136,9 @@ class OneMklThread {
     }
 };
 
+// Returns the sum of the squares of the updated weights, for whoever watches their norm.
 template <class Weight, class Grad, class Moment>
-static void update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
+static double update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
     const Factors f = factors;  // a copy that no store can alias
     const Weight weight(arrays.weight, arrays.low);
     const Grad grad(arrays.grad);
@@ -145,6 +147,7 @@ static void update_range(const Arrays& arrays, const Factors& factors, const Mkl
     const bool near_start = std::fabs(f.lerp_weight) < 0.5f;
     const float coefficient = near_start ? f.lerp_weight : f.lerp_weight - 1.0f;
     float m_block[kBlock], v_block[kBlock];
+    double squares = 0.0;
     for (; begin < end; begin += kBlock) {
         const int64_t n = std::min(kBlock, end - begin);
 #pragma omp simd
@@ -162,15 +165,20 @@ static void update_range(const Arrays& arrays, const Factors& factors, const Mkl
             v_block[k] = v;
         }
         square_roots(mkl, n, v_block);
-#pragma omp simd
+        float block_squares = 0.0f;
+#pragma omp simd reduction(+ : block_squares)
         for (int64_t k = 0; k < n; ++k) {
             const float denominator = v_block[k] / f.bias2_sqrt + f.eps;
-            weight.store(begin + k, weight.load(begin + k) * f.decay + m_block[k] / denominator);
+            const float w = weight.load(begin + k) * f.decay + m_block[k] / denominator;
+            weight.store(begin + k, w);
+            block_squares += w * w;
         }
+        squares += block_squares;
     }
+    return squares;
 }
 
-using RangeFunction = void (*)(const Arrays&, const Factors&, const Mkl*, int64_t, int64_t);
+using RangeFunction = double (*)(const Arrays&, const Factors&, const Mkl*, int64_t, int64_t);
 
 template <class Weight, class Grad>
 static RangeFunction choose_moments(bool bf16) {
@@ -191,17 +199,22 @@ static RangeFunction choose(bool split, bool grad_bf16, bool moments_bf16) {
 // pool needs care at fork and exit. Here the caller blocks in join() and nobody waits between calls. Chunks are
 // claimed, not dealt out, so that a core busy elsewhere holds up one chunk at most. Neither changes the result: no
 // element depends on another.
-extern "C" void megatrain_adamw(const Arrays* arrays, const Factors* factors, const Mkl* mkl, int64_t numel,
-                                int32_t grad_bf16, int32_t moments_bf16, int32_t threads) {
+//
+// Returns the sum of the squares of the updated weights; chunks are added in order, whichever thread did them.
+extern "C" double megatrain_adamw(const Arrays* arrays, const Factors* factors, const Mkl* mkl, int64_t numel,
+                                  int32_t grad_bf16, int32_t moments_bf16, int32_t threads) {
     constexpr int64_t kChunk = 1 << 17;
+    const int64_t chunks = (numel + kChunk - 1) / kChunk;
     const RangeFunction update = choose(arrays->low != nullptr, grad_bf16, moments_bf16);
+    std::vector<double> squares(chunks);
     std::atomic<int64_t> next{0};
     const auto work = [&] {
         const OneMklThread guard(mkl);
-        for (int64_t begin; (begin = next.fetch_add(kChunk, std::memory_order_relaxed)) < numel;)
-            update(*arrays, *factors, mkl, begin, std::min(begin + kChunk, numel));
+        for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;)
+            squares[chunk] =
+                update(*arrays, *factors, mkl, chunk * kChunk, std::min((chunk + 1) * kChunk, numel));
     };
-    const int64_t useful = std::min<int64_t>(threads, (numel + kChunk - 1) / kChunk);
+    const int64_t useful = std::min<int64_t>(threads, chunks);
     std::vector<std::thread> others;
     try {
         while (int64_t(others.size()) + 1 < useful) others.emplace_back(work);
@@ -210,4 +223,5 @@ extern "C" void megatrain_adamw(const Arrays* arrays, const Factors* factors, co
     }
     work();
     for (std::thread& other : others) other.join();
+    return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
