@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import pynvml
-import torch
 
 from megatrain.trace.recorder import Recorder
 from megatrain.trace.records import MemorySample
@@ -31,6 +30,8 @@ class DeviceMemory:
     """Reads one CUDA device, once torch has initialised CUDA: looking must not be what initialises it."""
 
     def __init__(self, index: int) -> None:
+        import torch  # only here: a viewer reads records without loading torch
+
         self._cuda: Any = torch.cuda
         self._index = index
         self._nvml_handle: Any = None

@@ -1,0 +1,185 @@
+"""The folder of a run: the names of its files, who may begin a run in it, and what it says of the run's life.
+
+A run is known by `run.json`, written once when it begins. The records of the run before it have left the folder by
+then, and its own do not exist yet: while `run.json` stays the same file, all records beside it are of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from megatrain.plain import from_plain, to_plain
+from megatrain.report import RunInfo, RunState, Status
+from megatrain.trace import write_atomically
+
+T = TypeVar("T")
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+CLOCK_SLACK_S = 2.0  # a process's time of birth is counted from the wall clock, which may be set
+
+_SEGMENT = re.compile(r"events-(\d{8,})\.bin")
+_PROCESS_BEGAN = "process_began_unix_s"  # beside RunInfo in run.json: with the id it says which process is meant
+
+
+class RunFolder:
+    """One run on disk. Every path in it, by name; none of them need exist."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.run = self.path / "run.json"  # RunInfo
+        self.status_file = self.path / "status.json"
+        self.socket = self.path / "control.sock"
+        self.log = self.path / "run.log"
+        self.metrics = self.path / "metrics.jsonl"  # StepRecord, one a line
+        self.memory = self.path / "memory.jsonl"  # MemorySample
+        self.markers = self.path / "markers.jsonl"  # Marker
+        self.model = self.path / "model"
+        self.trace = self.path / "trace.json.gz"
+        self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
+
+    def segment(self, number: int) -> Path:
+        """The file of spans, slot changes and layer statistics with this number."""
+        return self.path / f"events-{number:08d}.bin"
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments that exist, in order."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
+
+    def records(self) -> list[Path]:
+        """What a run leaves behind and the next one would overwrite, as far as it exists; without run.json."""
+        named = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.model, self.trace]
+        return [path for path in named if path.exists()] + [self.segment(number) for number in self.segments()]
+
+    # ---- the run's side ----
+
+    def create(self, info: RunInfo) -> RunFolder:
+        """Begin a run here; the records of an ended one move to `earlier/<UTC time it began>/`.
+
+        The folder is made readable for its user only, unless it held other things before it held a run.
+        Raises ValueError if a run is alive in it.
+        """
+        self._require_no_run_alive()
+        is_ours = not self.path.exists() or self.run.exists() or not any(self.path.iterdir())
+        self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if is_ours:
+            self.path.chmod(FOLDER_MODE)
+        self._put_away()
+        self._write(self.run, to_plain(info) | {_PROCESS_BEGAN: _born_unix_s(info.process_id)})
+        return self
+
+    def write_status(self, status: Status) -> None:
+        """Replace what `status` gives; cheap enough for every step."""
+        self._write(self.status_file, to_plain(status))
+
+    def _require_no_run_alive(self) -> None:
+        if not self.run.exists() or (state := self.status().state).over:
+            return
+        raise ValueError(
+            f"a run is alive in {self.path} (process {self.info().process_id}, {state.value}): attach to it, stop it, "
+            "or give the new run another folder"
+        )
+
+    def _put_away(self) -> None:
+        records = self.records()
+        if not records and not self.run.exists():
+            return
+        place = self._free_place()
+        place.mkdir(mode=FOLDER_MODE, parents=True)
+        for path in records:
+            shutil.move(path, place / path.name)
+        if self.run.exists():
+            shutil.copy2(self.run, place / self.run.name)  # replaced, not moved: no reader ever finds none
+
+    def _free_place(self) -> Path:
+        """The folder under `earlier` for the run that was here, named by when it began; no two share one."""
+        began_unix_s = self.info().began_unix_s if self.run.exists() else self.records()[0].stat().st_mtime
+        name = f"{datetime.fromtimestamp(began_unix_s, UTC):%Y-%m-%dT%H-%M-%SZ}"
+        place, number = self.earlier / name, 2
+        while place.exists():
+            place, number = self.earlier / f"{name}-{number}", number + 1
+        return place
+
+    @staticmethod
+    def _write(path: Path, values: dict[str, Any]) -> None:
+        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+        write_atomically(path, text.encode() + b"\n", FILE_MODE)
+
+    # ---- the viewer's side ----
+
+    def info(self) -> RunInfo:
+        """What the run said of itself when it began; ValueError for a folder that is no run."""
+        return self._read(RunInfo, self._run_values(), self.run)
+
+    def status(self) -> Status:
+        """What the run said last, or LOST if its process is gone; ValueError for a folder that is no run."""
+        run = self._run_values()
+        try:
+            status = self._read(Status, _json(self.status_file), self.status_file)
+        except FileNotFoundError:
+            status = Status(RunState.NEW)
+        process_id, born_unix_s = run.get("process_id"), run.get(_PROCESS_BEGAN)
+        if status.state.over or _lives(process_id, born_unix_s):
+            return status
+        error = status.error or f"process {process_id} is gone and did not say why; its last words may be in {self.log}"
+        return replace(status, state=RunState.LOST, held=None, error=error)
+
+    def identity(self) -> tuple[int, int, int] | None:
+        """Something that changes when, and only when, another run begins here; None where none has."""
+        try:
+            found = os.stat(self.run)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def _run_values(self) -> dict[str, Any]:
+        try:
+            return _json(self.run)
+        except (FileNotFoundError, NotADirectoryError):
+            missing = f"has no {self.run.name}" if self.path.is_dir() else "is no folder"
+            raise ValueError(f"a run's folder is needed; {self.path} {missing}: give the run_dir of a run") from None
+
+    @staticmethod
+    def _read(kind: type[T], values: dict[str, Any], path: Path) -> T:
+        try:
+            return from_plain(kind, values)
+        except ValueError as error:
+            raise ValueError(f"{path} does not say what a run's does: {error}") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it must hold an object; it holds {values!r}")
+    return values
+
+
+def _born_unix_s(process_id: int) -> float | None:
+    """When a process that runs now began; None if there is none, or only what is left of one (a zombie)."""
+    try:
+        process = psutil.Process(process_id)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def _lives(process_id: int | None, born_unix_s: float | None) -> bool:
+    """Whether this very process still runs, and not another one that was given its number."""
+    now_unix_s = None if process_id is None else _born_unix_s(process_id)
+    return now_unix_s is not None and born_unix_s is not None and abs(now_unix_s - born_unix_s) < CLOCK_SLACK_S
