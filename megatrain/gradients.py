@@ -21,6 +21,8 @@ class GradientSum:
     def __init__(self, layout: Layout, flat: torch.Tensor, sums: torch.Tensor | None) -> None:
         self._layout = layout
         self._views = layout.gradient_views(flat)
+        for gap in layout.trained_gaps:
+            flat[gap].zero_()  # AdamW walks over them, too: what lies there stays zero for good
         self._sums = {} if sums is None else _sum_views(layout, sums)
         self.present: set[str] = set()
 

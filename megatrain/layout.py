@@ -93,6 +93,12 @@ class Layout:
     def trained(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.spec.trained)
 
+    @cached_property
+    def trained_gaps(self) -> tuple[slice, ...]:
+        """Bytes of the trained prefix that belong to no tensor."""
+        ends = [(entry.stop_bytes, align(entry.stop_bytes)) for entry in self.trained]
+        return tuple(slice(stop, end) for stop, end in ends if stop < end)
+
     @property
     def trained_parameters(self) -> int:
         """Trained parameters, alignment gaps not counted."""

@@ -145,3 +145,11 @@ def test_scalars_and_empty_tensors_have_a_place() -> None:
 
 def test_align_rounds_up() -> None:
     assert [align(n) for n in (0, 1, 255, 256, 257)] == [0, 256, 256, 256, 512]
+
+
+def test_gaps_are_the_bytes_of_the_trained_prefix_that_no_tensor_has() -> None:
+    odd = TensorSpec("odd", (3,), torch.float32, trained=True)
+    whole = TensorSpec("whole", (64,), torch.float32, trained=True)
+    frozen = TensorSpec("frozen", (5,), torch.float32)
+    assert Layout.of([odd, whole, frozen]).trained_gaps == (slice(12, 256),)
+    assert Layout.of([whole]).trained_gaps == ()
