@@ -1,7 +1,7 @@
 """The folder of a run: the names of its files, who may begin a run in it, and what it says of the run's life.
 
 A run is known by `run.json`, written once when it begins. The records of the run before it have left the folder by
-then, and its own do not exist yet: while `run.json` stays the same file, all records beside it are of one run.
+then, and its own do not exist yet: while `run.json` is the same file, records that appear beside it are all its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
+        self._is_own = False  # created by this object
 
     def segment(self, number: int) -> Path:
         """The file of spans, slot changes and layer statistics with this number."""
@@ -60,17 +62,18 @@ class RunFolder:
         return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
 
     def records(self) -> list[Path]:
-        """What a run leaves behind and the next one would overwrite, as far as it exists; without run.json."""
+        """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
         named = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.model, self.trace]
-        return [path for path in named if path.exists()] + [self.segment(number) for number in self.segments()]
+        paths = [*named, *map(self.segment, self.segments()), self.run]
+        return [path for path in paths if path.exists()]
 
     # ---- the run's side ----
 
-    def create(self, info: RunInfo) -> RunFolder:
-        """Begin a run here; the records of an ended one move to `earlier/<UTC time it began>/`.
+    def prepare(self) -> RunFolder:
+        """Make room for a run that another process is about to `create`: until then the status is NEW.
 
-        The folder is made readable for its user only, unless it held other things before it held a run.
-        Raises ValueError if a run is alive in it.
+        The records of an ended run move to `earlier/<UTC time it began>/`. The folder is made readable for its user
+        only, unless it held other things before it held a run. Raises ValueError if a run is alive in it.
         """
         self._require_no_run_alive()
         is_ours = not self.path.exists() or self.run.exists() or not any(self.path.iterdir())
@@ -78,12 +81,29 @@ class RunFolder:
         if is_ours:
             self.path.chmod(FOLDER_MODE)
         self._put_away()
+        self.write_status(Status(RunState.NEW))
+        return self
+
+    def create(self, info: RunInfo) -> RunFolder:
+        """Begin a run here, after `prepare` where nobody called it before; ValueError if a run is alive here."""
+        if not self._is_prepared():
+            self.prepare()
         self._write(self.run, to_plain(info) | {_PROCESS_BEGAN: _born_unix_s(info.process_id)})
+        self._is_own = True
         return self
 
     def write_status(self, status: Status) -> None:
-        """Replace what `status` gives; cheap enough for every step."""
+        """Replace what `status` gives; cheap enough for every step. ValueError if another process's run is alive."""
+        if not self._is_own and self.run.exists() and self.info().process_id != os.getpid():
+            self._require_no_run_alive()
         self._write(self.status_file, to_plain(status))
+
+    def open_log(self) -> FileIO:
+        """The file for what a run prints, to write at its end."""
+        return FileIO(self.log, "ab", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+
+    def _is_prepared(self) -> bool:
+        return not self.run.exists() and self.status_file.exists() and self.status().state is RunState.NEW
 
     def _require_no_run_alive(self) -> None:
         if not self.run.exists() or (state := self.status().state).over:
@@ -94,15 +114,14 @@ class RunFolder:
         )
 
     def _put_away(self) -> None:
+        """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""
         records = self.records()
-        if not records and not self.run.exists():
+        if not records:
             return
         place = self._free_place()
         place.mkdir(mode=FOLDER_MODE, parents=True)
         for path in records:
             shutil.move(path, place / path.name)
-        if self.run.exists():
-            shutil.copy2(self.run, place / self.run.name)  # replaced, not moved: no reader ever finds none
 
     def _free_place(self) -> Path:
         """The folder under `earlier` for the run that was here, named by when it began; no two share one."""
@@ -126,16 +145,29 @@ class RunFolder:
 
     def status(self) -> Status:
         """What the run said last, or LOST if its process is gone; ValueError for a folder that is no run."""
-        run = self._run_values()
         try:
             status = self._read(Status, _json(self.status_file), self.status_file)
-        except FileNotFoundError:
-            status = Status(RunState.NEW)
+        except (FileNotFoundError, NotADirectoryError):
+            status = None
+        if status is not None and not self.run.exists():
+            return status  # of a run in preparation, or one that failed there
+        return self._checked(status or Status(RunState.NEW), self._run_values())
+
+    def _checked(self, status: Status, run: dict[str, Any]) -> Status:
         process_id, born_unix_s = run.get("process_id"), run.get(_PROCESS_BEGAN)
         if status.state.over or _lives(process_id, born_unix_s):
             return status
         error = status.error or f"process {process_id} is gone and did not say why; its last words may be in {self.log}"
         return replace(status, state=RunState.LOST, held=None, error=error)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines that the run printed; empty where it printed nothing."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - lines * 200))
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        except FileNotFoundError:
+            return ""
 
     def identity(self) -> tuple[int, int, int] | None:
         """Something that changes when, and only when, another run begins here; None where none has."""
