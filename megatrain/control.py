@@ -167,9 +167,7 @@ class Control:
         visits = self._checks.visits
         if visits and not any(layer == at and phase in (None, through) for through, at in visits):
             first, last = min(at for _, at in visits), max(at for _, at in visits)
-            raise ValueError(
-                f"{wanted}: no step comes by; layers are {first} to {last}, forward and (trained) backward"
-            )
+            raise ValueError(f"{wanted}: no step comes by there; layers are {first} to {last}")
         with self._changed:
             here = self.position
 
@@ -236,9 +234,8 @@ class Control:
                 self._close()
 
     def close(self) -> None:
-        """Called when no step will come any more: whatever is still wished for is void."""
+        """Called when a run is over: whatever is still wished for is void."""
         with self._changed:
-            self._stopped = True
             self._close()
 
     def _close(self) -> None:

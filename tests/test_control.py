@@ -309,3 +309,128 @@ def test_an_interrupt_while_held_ends_the_step() -> None:
         steered.end_step()
         thread.join(BOUND_S)
     assert shown(steered) is State.IDLE
+
+
+# ---- wishes ----
+
+
+def test_a_wish_says_where_it_took_effect() -> None:
+    steered = control()
+    pause, depth = steered.pause(), steered.set_prefetch_depth(3)
+    assert (pause.pending, depth.pending) == (True, True)
+    engine = Engine(steered).start()
+    assert pause.wait(BOUND_S)
+    assert pause.effect == Position(0, "forward", 0)
+    assert depth.pending  # nothing has passed the gate yet
+    step = steered.step_layer()
+    assert step.wait(BOUND_S)
+    assert (step.effect, depth.effect) == (Position(0, "forward", 0), Position(0, "forward", 0))
+    eventually(lambda: engine.held_before(1))
+    resumed, stopped = steered.resume(), steered.stop()
+    engine.join()
+    assert resumed.effect == Position(0, "forward", 1)
+    assert str(resumed) == "resume: since step 0, forward of layer 1"
+    assert not stopped.pending
+    assert not stopped.overtaken
+
+
+def test_a_wish_may_be_overtaken() -> None:
+    steered = control()
+    pause = steered.pause()
+    steered.resume()
+    assert pause.overtaken
+    assert str(pause) == "pause: overtaken"
+    depth = steered.set_prefetch_depth(2)
+    steered.close()
+    assert depth.overtaken
+
+
+def test_run_to_a_layer_holds_when_it_is_next() -> None:
+    steered = control()
+    steered.pause()
+    engine = Engine(steered, steps=3).start()
+    eventually(lambda: engine.held_before(0))
+    wish = steered.run_to_layer(2)
+    eventually(lambda: engine.held_before(2))
+    assert engine.layers == [0, 1]
+    assert wish.effect == Position(0, "forward", 2)
+    again = steered.run_to_layer(2)  # the next time, not here
+    assert again.wait(BOUND_S)
+    assert again.effect == Position(1, "forward", 2)
+    steered.stop()
+    engine.join()
+
+
+def test_finish_step_holds_at_the_first_layer_of_the_next() -> None:
+    steered = control()
+    steered.pause()
+    engine = Engine(steered, steps=3).start()
+    eventually(lambda: engine.held_before(0))
+    steered.step_layer()
+    eventually(lambda: engine.held_before(1))
+    wish = steered.finish_step()
+    assert wish.wait(BOUND_S)
+    assert wish.effect == Position(1, "forward", 0)
+    assert len(engine.ran) == LAYERS
+    steered.stop()
+    engine.join()
+
+
+def test_a_place_that_no_step_comes_by_is_refused() -> None:
+    visits = [("forward", 0), ("forward", 1), ("backward", 1)]
+    steered = Control(Knobs(1, 2, 0), Checks(visits=visits))
+    with pytest.raises(ValueError, match="run to layer 7: no step comes by there; layers are 0 to 1"):
+        steered.run_to_layer(7)
+    with pytest.raises(ValueError, match="run to the backward of layer 0: no step comes by there"):
+        steered.run_to_layer(0, "backward")
+    assert not steered.paused
+
+
+def test_after_stop_nothing_else_is_accepted() -> None:
+    steered = control()
+    steered.stop()
+    for wish in (steered.pause, steered.step_layer, steered.finish_step, lambda: steered.set_prefetch_depth(2)):
+        with pytest.raises(ValueError, match="the run is stopped, or finishing its last step"):
+            wish()
+    assert steered.knobs == Knobs(1, 2, 0)
+
+
+def test_the_micro_batch_size_changes_between_steps() -> None:
+    def at_most_four(rows: int) -> None:
+        if rows > 4:
+            raise ValueError(f"{rows} rows do not fit")
+
+    steered = Control(Knobs(1, 2, 0), Checks(micro_batch_size=at_most_four), micro_batch_size=2)
+    wish = steered.set_micro_batch_size(4)
+    assert wish.pending
+    assert steered.begin_step() == 4
+    assert not wish.pending
+    with pytest.raises(ValueError, match="8 rows do not fit"):
+        steered.set_micro_batch_size(8)
+    with pytest.raises(ValueError, match="micro_batch_size must be a whole number ≥ 1"):
+        steered.set_micro_batch_size(0)
+    assert steered.micro_batch_size == 4
+
+
+def test_a_held_engine_is_described_before_it_waits_and_when_a_knob_is_turned() -> None:
+    steered = control()
+    described: list[Knobs] = []
+    steered.pause()
+    steered.begin_step()
+    held = threading.Thread(target=steered.at_layer, args=(Position(0, "forward", 0), described.append), daemon=True)
+    held.start()
+    eventually(lambda: shown(steered) is State.PAUSED)
+    assert described == [Knobs(1, 2, 0)]
+    steered.set_prefetch_depth(3)
+    eventually(lambda: described == [Knobs(1, 2, 0), Knobs(3, 2, 0)])
+    steered.resume()
+    held.join(BOUND_S)
+    assert not held.is_alive()
+
+
+def test_stop_may_ask_for_the_model_to_be_saved() -> None:
+    steered = control()
+    steered.stop()
+    assert not steered.save_wanted
+    steered.stop(save=True)
+    assert steered.save_wanted

@@ -16,6 +16,7 @@ from reference import make_batch
 from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine
+from megatrain.config import Throttle
 from megatrain.control import State, StoppedError
 from megatrain.engine import VISITS_IN_FLIGHT
 from megatrain.memory import device_bytes
@@ -278,3 +279,63 @@ def require_no_leak(engine: StreamingEngine) -> None:
     assert engine.arena_bytes == needs.total - needs.saved_inputs
     assert not executor.saved._held
     assert not executor._dones
+
+
+# ---- what a held engine tells, and what else may be changed ----
+
+
+def test_a_held_engine_tells_what_ran_and_what_comes() -> None:
+    engine = engine_for(prefetch_depth=1)
+    engine.control.pause()
+    with running(engine):
+        settle(engine, 0)
+        assert engine.held is not None
+        assert engine.held.layer is None  # nothing has run yet
+        assert engine.held.next[-1].startswith("load layer 2, weights slot")
+        for _ in range(2):
+            engine.control.step_layer()
+        settle(engine, 2)
+        held = engine.held
+        assert (held.layer, held.phase) == (1, "forward")
+        assert held.came is not None
+        assert held.went is not None
+        saved = engine._executor.saved.get(2, 0)
+        assert held.went.rms == pytest.approx(float(saved.square().mean().sqrt()))
+        assert held.next[0] == "forward layer 2, micro-batch 0, weights slot 0"
+        for _ in range(2):
+            engine.control.step_layer()
+        settle(engine, 4)
+        assert (engine.held.layer, engine.held.phase) == (2, "backward")
+        engine.set_prefetch_depth(0)
+        until(lambda: engine.held is not None and not any("load layer 0" in op for op in engine.held.next[:3]))
+        assert all(work == [] for lane, work in engine.at_work().items() if lane != "host")
+    assert engine.held is None
+
+
+def test_the_micro_batch_size_may_change_between_steps() -> None:
+    """Equal to rounding, since sums are taken in another order; never in the middle of a step."""
+    with engine_for(micro_batch_size=1) as engine, engine_for(micro_batch_size=1) as other:
+        for number, batch in enumerate(BATCHES):
+            if number == 1:
+                engine.control.set_micro_batch_size(3)
+            assert engine.step(batch).loss == pytest.approx(other.step(batch).loss, rel=1e-6)
+        assert [record.micro_batches for record in engine.recorder.steps()] == [4, 2, 2]
+        markers = [(m.name, m.old, m.new, m.step, m.layer) for m in engine.recorder.markers()]
+        assert markers == [("micro_batch_size", 1, 3, 1, None)]
+
+
+def test_a_micro_batch_size_that_does_not_fit_is_refused() -> None:
+    with engine_for(micro_batch_size=1, offload_activations=True) as engine:
+        engine.step(BATCHES[0])
+        engine._room.budget_bytes = engine.planned_bytes
+        with pytest.raises(ValueError, match="lower them, or the batch"):
+            engine.control.set_micro_batch_size(4)
+        engine.control.set_micro_batch_size(1)
+
+
+def test_a_throttled_engine_trains_the_same() -> None:
+    throttle = Throttle(link_bytes_per_s=2e7, update_bytes_per_s=5e7)
+    plain = outcome(tiny(layers=LAYERS), BATCHES, ADAMW)
+    slow = outcome(tiny(layers=LAYERS), BATCHES, ADAMW, throttle=throttle)
+    assert slow.losses == plain.losses
+    assert differing(slow.state, plain.state) == []

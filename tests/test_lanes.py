@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 import torch
 
+from megatrain.config import Throttle
 from megatrain.lanes import LANES, CpuStream, Done, Label, Lane, LaneError, Lanes, Stream
 from megatrain.trace import Recorder, Span
 
@@ -407,3 +408,35 @@ def test_closing_from_the_lane_itself_does_not_wait_for_itself(recorder: Recorde
     lane.submit(close, [], LOAD).wait()
     lane.close()
     assert len(recorder.spans()) == 1
+
+
+def test_a_throttled_lane_lets_no_more_than_its_rate_pass(recorder: Recorder) -> None:
+    rate = 1e6
+    lane = Lane("h2d", CpuStream(recorder.now, rate), recorder)
+    for _ in range(3):
+        lane.submit(lambda _: 20_000, [], LOAD)
+    lane.close()
+    spans = recorder.spans()
+    assert all(span.end_s - span.start_s >= span.nbytes / rate for span in spans)
+    assert spans[2].end_s - spans[0].start_s >= 0.06
+
+
+def test_a_throttle_slows_link_and_host_apart() -> None:
+    recorder = Recorder()
+    lanes = Lanes.on(torch.device("cpu"), recorder, Throttle(link_bytes_per_s=1e6))
+    for name in LANES:
+        lanes[name].submit(lambda _: 30_000, [], LOAD)
+    lanes.close()
+    slow = {span.lane for span in recorder.spans() if span.end_s - span.start_s >= 0.03}
+    assert slow == {"h2d", "d2h"}
+
+
+def test_a_lane_says_what_it_is_at_and_what_waits(lanes: Lanes) -> None:
+    gate = threading.Event()
+    done = [lanes["compute"].submit(work, [], FORWARD) for work in (until(gate), nothing)]
+    assert lanes.at_work()["compute"] == ["forward of layer 3, micro-batch 1 in step 7"] * 2
+    gate.set()
+    for one in done:
+        one.wait()
+    lanes.record_spans()
+    assert lanes.at_work() == {name: [] for name in LANES}

@@ -505,3 +505,49 @@ def test_updates_cover_what_was_unloaded_and_nothing_else() -> None:
     played = play(planned, shape, depth(1))
     assert [str(op).split(" after")[0] for op in played.of(Kind.UPDATE)] == ["update 1", "update 3"]
     assert {op.layer for op in played.of(Kind.BACKWARD)} == {1, 2, 3}
+
+
+# ---- previews ----
+
+
+@given(
+    layers=st.integers(1, 7),
+    ahead=st.integers(0, 4),
+    resident=st.integers(0, 2),
+    buffers=st.integers(1, 3),
+    micro_batches=st.integers(1, 3),
+    offload=st.booleans(),
+    at=st.integers(0, 13),
+)
+def test_a_preview_is_what_then_happens(
+    layers: int, ahead: int, resident: int, buffers: int, micro_batches: int, offload: bool, at: int
+) -> None:
+    """Asked in the middle of a step, it names the operations that follow and changes nothing."""
+    shape, knobs = StepShape(micro_batches, offload), Knobs(ahead, buffers, resident)
+    undisturbed, asked = schedule(layers), schedule(layers)
+    at %= 2 * layers
+    foreseen: list[Op] = []
+    seen: list[Visit] = []
+
+    def knobs_at(visit: Visit) -> Knobs:
+        if len(seen) == at:
+            foreseen.extend(asked.preview(shape, visit, knobs))
+            foreseen.append(marker)
+        seen.append(visit)
+        return knobs
+
+    marker = Op(-1, Kind.NORM)
+    before: list[Op] = []
+    ops = []
+    for op in asked.step(shape, knobs_at):
+        if not foreseen:
+            before.append(op)
+        ops.append(op)
+    assert ops == list(undisturbed.step(shape, lambda _: knobs))
+    assert foreseen[:-1] == ops[len(before) : len(before) + len(foreseen) - 1]
+
+
+def test_operations_in_words() -> None:
+    op = Op(3, Kind.BACKWARD, 2, micro_batch=1, slot=0, buffer=1)
+    assert op.words == "backward layer 2, micro-batch 1, weights slot 0, gradient buffer 1"
+    assert Op(4, Kind.LOAD).words == "load the shell"
