@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
+from megatrain.journal import JournalReader
 from megatrain.trace import LayerStats, Marker, MemorySample, Recorder, Records, SlotChange, Span, StepRecord
 
 R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
@@ -34,3 +36,25 @@ class LiveFeed:
         index = self._next.get(kind, 0)
         records, self._next[kind] = self._recorder.since(kind, index)
         return records, self._next[kind] - index - len(records)
+
+
+class FolderFeed:
+    """Follows the run in a folder, whichever process it is of and whether it still goes on. One reader each."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._reader = JournalReader(run_dir)
+
+    @property
+    def generation(self) -> int:
+        """How often another run began in the folder: when this has grown, what was read before is of an earlier run."""
+        return self._reader.generation
+
+    def poll(self) -> Records:
+        """Return what was written since the last call, the first time all that is kept.
+
+        `lost` counts what was never written, or deleted before it was read.
+        """
+        return self._reader.poll()
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,0 +1,6 @@
+"""Steering a run from another process: a server beside the run, and its counterpart in any viewer. No torch."""
+
+from megatrain.remote.client import RemoteControl, RunUnreachableError
+from megatrain.remote.server import ControlServer
+
+__all__ = ["ControlServer", "RemoteControl", "RunUnreachableError"]
