@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -37,8 +38,10 @@ class LineTail(Generic[L]):
         return records
 
     def close(self) -> None:
+        """Let go of the file; another read goes on where this one ended."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def _record(self, line: bytes) -> L:
         try:
@@ -111,11 +114,13 @@ class EventTail:
         file = _opened(path)
         if file is None:  # deleted since it was listed; there is a later one
             return True
-        data = file.read(RECORD_BYTES)
-        if len(data) < RECORD_BYTES:
-            file.close()
-            return False
-        self._version, first = decode_header(data, str(path))
+        with ExitStack() as unless_entered:
+            unless_entered.callback(file.close)
+            data = file.read(RECORD_BYTES)
+            if len(data) < RECORD_BYTES:
+                return False
+            self._version, first = decode_header(data, str(path))
+            unless_entered.pop_all()
         self.close()
         self._file, self._number, self._offset = file, number, RECORD_BYTES
         events.lost += first - self._seen
