@@ -90,7 +90,7 @@ class RemoteControl:
         with self._lock:
             if self._link is not None:
                 self._hear_all(self._link)
-                if self._pending and not self._link.connected:
+                if not self._link.alive:
                     self._hang_up()
 
     def close(self) -> None:
@@ -115,10 +115,9 @@ class RemoteControl:
         text = json.dumps({"id": request, "do": name, "with": to_plain(arguments)})
         give_up_s = time.monotonic() + self._timeout_s
         try:
-            self._link = self._link or Link(self._folder.path)
-            self._hear_all(self._link)  # also the last words of a run that is no more
-            self._link.send(text.encode(), self._timeout_s)
-            return request, self._answer(self._link, request, give_up_s)
+            link = self._linked()
+            link.send(text.encode())
+            return request, self._answer(link, request, give_up_s)
         except NobodyThereError:
             self._hang_up()
             raise RunUnreachableError(
@@ -131,14 +130,24 @@ class RemoteControl:
                 "process is there: it is very busy or suspended. Ask again later; what was asked for may still happen"
             ) from None
 
+    def _linked(self) -> Link:
+        if self._link is not None and not self._link.alive:
+            self._hang_up()
+        if self._link is None:
+            self._link = Link(self._folder.path, self._timeout_s)
+        return self._link
+
     def _answer(self, link: Link, request: int, give_up_s: float) -> Message:
         while True:
             message = link.receive(max(0.0, give_up_s - time.monotonic()))
-            if message is None:
+            if message is not None:
+                self._hear(message)
+                if message.get("id") == request:
+                    return message
+            elif not link.alive:
+                raise NobodyThereError
+            elif time.monotonic() >= give_up_s:
                 raise TimeoutError
-            self._hear(message)
-            if message.get("id") == request:
-                return message
 
     def _hear_all(self, link: Link) -> None:
         while (message := link.receive(0.0)) is not None:
@@ -156,10 +165,11 @@ class RemoteControl:
                 wish.overtake()
 
     def _hang_up(self) -> None:
-        self._overtake_all()
         if self._link is not None:
+            self._hear_all(self._link)  # the last words of a run that is no more
             self._link.close()
             self._link = None
+        self._overtake_all()
 
     def _overtake_all(self) -> None:
         for wish in self._pending.values():

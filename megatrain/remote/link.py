@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
 from pathlib import Path
 
-from zmq.constants import Flag, PollEvent, SocketOption, SocketType
+from zmq.constants import Event, Flag, PollEvent, SocketOption, SocketType
 from zmq.error import Again
 from zmq.sugar.context import Context
+from zmq.sugar.poll import Poller
+from zmq.utils.monitor import recv_monitor_message
 
 from megatrain.remote.protocol import Door, Message
 
-RECONNECT_MS = 20
-LOOK_S = 0.1  # how soon it is noticed that a server died in the middle of an answer
+NEVER_MS = 2**31 - 1
+NEWS = Event.HANDSHAKE_SUCCEEDED | Event.CONNECT_RETRIED | Event.DISCONNECTED
 
 
 class NobodyThereError(Exception):
@@ -22,13 +22,14 @@ class NobodyThereError(Exception):
 
 
 class Link:
-    """Sends requests and receives messages, in one thread at a time.
+    """Sends requests and receives messages, in one thread at a time; made anew when the server died.
 
-    Note: nothing is queued for a server that is not there. A request that outlived its run would otherwise be met by
-    the next one.
+    Note: why it never connects a second time. A request that outlived its run would be met by the next one. (Sockets
+    that queue nothing for an absent server, IMMEDIATE, also throw away what a server said before it went.)
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        """Raises NobodyThereError, or TimeoutError if the server's process is there but does nothing."""
         try:
             self._door = Door(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -36,51 +37,49 @@ class Link:
         self._context = Context()
         self._socket = self._context.socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
-        self._socket.setsockopt(SocketOption.IMMEDIATE, 1)
-        self._socket.setsockopt(SocketOption.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(SocketOption.RECONNECT_IVL, NEVER_MS)
+        self._news = self._socket.get_monitor_socket(NEWS)
+        self._poller = Poller()
+        self._poller.register(self._socket, PollEvent.POLLIN)
+        self._poller.register(self._news, PollEvent.POLLIN)
         self._socket.connect(self._door.address)
+        try:
+            self._shake_hands(timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     @property
-    def connected(self) -> bool:
-        """Whether a server is there that would take a message."""
-        return bool(self._socket.poll(0, PollEvent.POLLOUT))
+    def alive(self) -> bool:
+        """Whether the server is still there; once it is not, all that it ever said can be received."""
+        return not self._news.poll(0)
 
-    def send(self, data: bytes, timeout_s: float) -> None:
-        """Raises NobodyThereError, or TimeoutError if there is somebody who takes nothing."""
-        if not self.connected:
-            self._require_listener()
-        if not self._socket.poll(timeout_s * 1e3, PollEvent.POLLOUT):
-            raise TimeoutError
+    def send(self, data: bytes) -> None:
         try:
             self._socket.send(data, Flag.NOBLOCK)
-        except Again:  # it died since
-            raise NobodyThereError from None
+        except Again:  # it has not taken anything for a long time
+            raise TimeoutError from None
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message, None if none came in time; NobodyThereError if none can come."""
-        give_up_s = time.monotonic() + timeout_s
-        while True:
-            left_s = max(0.0, give_up_s - time.monotonic())
-            if self._socket.poll(min(left_s, LOOK_S) * 1e3, PollEvent.POLLIN):
-                message: Message = json.loads(self._socket.recv())
-                return message
-            if left_s == 0:
-                return None
-            if not self.connected:
-                raise NobodyThereError
+        """Return the next message; None if none came in time, or the server died."""
+        if self.alive:
+            self._poller.poll(timeout_s * 1e3)
+        try:
+            message: Message = json.loads(self._socket.recv(Flag.NOBLOCK))
+        except Again:
+            return None
+        return message
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._news.close(0)
         self._socket.close()
         self._context.term()
         self._door.close()
 
-    def _require_listener(self) -> None:
+    def _shake_hands(self, timeout_s: float) -> None:
         """A socket file alone says nothing: a process that was killed leaves its own."""
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(self._door.path)
-            except BlockingIOError:  # it is there, but busy
-                return
-            except OSError:
-                raise NobodyThereError from None
+        if not self._news.poll(timeout_s * 1e3):
+            raise TimeoutError
+        if recv_monitor_message(self._news)["event"] != Event.HANDSHAKE_SUCCEEDED:
+            raise NobodyThereError
