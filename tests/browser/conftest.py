@@ -45,5 +45,5 @@ def notebook(chromium: Browser, server: LabServer) -> Iterator[NotebookPage]:
         page = NotebookPage(context.new_page())
         yield page
         page.shut_down_kernel()
-        assert page.watch.problems == []
-        assert page.watch.foreign == []
+        assert not page.watch.problems, "\n".join(page.watch.problems)
+        assert not page.watch.foreign, "\n".join(page.watch.foreign)

@@ -19,8 +19,9 @@ HARMLESS = frozenset(
         # Notebook 7.6, when it opens one
         "page error: Cannot read properties of undefined (reading 'schema')",
         "page error: Command 'filebrowser:open-path' not registered.",
-        # JupyterLab 4.6, when a kernel is restarted
+        # JupyterLab 4.6, when a kernel is restarted or shut down while it is asked something
         "Could not restore the debugger state: Canceled future for debug_request message before replies were done",
+        "page error: Error: Canceled future for create_subshell_request message before replies were done",
     }
 )
 
