@@ -3,15 +3,16 @@
 Milliseconds count from the window and not from the run because arrays are float32 (only one-dimensional float32
 arrays travel to the browser as binary), and hours in float32 milliseconds are too coarse.
 
-Note: what is merged. A figure gets slow above some 1,000 bars. Beyond the limit, the time shown is cut into equal
-parts, as many as keep the bars within it (limit, limit/2, limit/4, …), and bars of one kind that start in the same
-part become one. It starts where the first starts and is as long as all together (but does not pass the last end),
-so coloured area stays busy time; its hover text says how many it stands for.
+Note: what is merged
+    A figure gets slow above some 1,000 bars. Beyond the limit, the time shown is cut into equal parts, as many as keep
+    the bars within it, and bars of one kind that start in the same part of a row become one. It is as long as all
+    together (but does not pass their last end), so coloured area stays busy time; where kinds alternate within a part,
+    their bars stand side by side. Its hover text says how many it stands for. The bars of a layer that is followed are
+    merged only with each other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -20,20 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 LIMIT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Piece(Generic[T]):
-    """Something that went on from start to end. kind: what is drawn alike (and merged, within one row)."""
-
-    kind: str
-    row: int
-    start_s: float
-    end_s: float
-    record: T
+NO_LAYER = -1  # of the shell, of free buffers, and of bars that stand for several layers
 
 
 class Words(NamedTuple):
@@ -44,80 +37,168 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces(Generic[T]):
+    """What went on from start to end, one element each, in any order.
+
+    kind: number of what is drawn alike (and merged, within one row). layer: NO_LAYER for what belongs to none.
+    """
+
+    start_s: Floats
+    end_s: Floats
+    row: Ints
+    kind: Ints
+    layer: Ints
+    records: Sequence[T]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, float, int, int, int, T]]) -> Pieces[T]:
+        """rows: start, end, row, kind, layer and record of each."""
+        starts, ends, places, kinds, layers, records = zip(*rows, strict=True) if rows else ((),) * 6
+        return cls(
+            np.array(starts, np.float64),
+            np.array(ends, np.float64),
+            np.array(places, np.int64),
+            np.array(kinds, np.int64),
+            np.array(layers, np.int64),
+            records,
+        )
+
+    def ordered(self) -> Pieces[T]:
+        """The same in order of time."""
+        order = np.argsort(self.start_s, kind="stable")
+        return Pieces(
+            self.start_s[order],
+            self.end_s[order],
+            self.row[order],
+            self.kind[order],
+            self.layer[order],
+            [self.records[index] for index in order.tolist()],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars of one colour, one element each; `count` is how many records a bar stands for."""
+    """Horizontal bars, one element each; `count` is how many records a bar stands for."""
 
     start_ms: Column
     duration_ms: Column
     row: Column
-    count: Column
+    kind: Column
+    layer: Ints
+    count: Ints
     label: list[str]
     hover: list[str]
 
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Bars:
+        """Only those for which the mask is true."""
+        chosen = np.flatnonzero(mask).tolist()
+        return Bars(
+            self.start_ms[mask],
+            self.duration_ms[mask],
+            self.row[mask],
+            self.kind[mask],
+            self.layer[mask],
+            self.count[mask],
+            [self.label[index] for index in chosen],
+            [self.hover[index] for index in chosen],
+        )
+
 
 def make_bars(
-    pieces: Sequence[Piece[T]], origin_s: float, describe: Callable[[T], Words], limit: int = LIMIT
-) -> dict[str, Bars]:
-    """Return the bars of each kind, in order of time; no more than `limit` in all (or one per kind and row).
+    pieces: Pieces[T],
+    origin_s: float,
+    names: Sequence[str],
+    describe: Callable[[T], Words],
+    limit: int = LIMIT,
+    follow: int | None = None,
+) -> Bars:
+    """Return bars in order of time; no more than `limit` in all (or one per kind and row).
 
-    pieces: in any order. origin_s: the second that becomes millisecond 0.
+    origin_s: the second that becomes millisecond 0. names: of the kinds. follow: a layer to keep apart from others.
     describe: called only for records that get a bar of their own, since text is what costs time.
     """
-    clusters: dict[tuple[str, int, int], list[Piece[T]]] = defaultdict(list)
-    ordered = sorted(pieces, key=lambda piece: piece.start_s)
-    for piece, part in zip(ordered, _parts(ordered, limit), strict=True):
-        clusters[piece.kind, piece.row, part].append(piece)
-    kinds: dict[str, list[list[Piece[T]]]] = defaultdict(list)
-    for (kind, _, _), cluster in clusters.items():
-        kinds[kind].append(cluster)
-    return {kind: _bars(clusters, origin_s, describe) for kind, clusters in kinds.items()}
-
-
-def no_bars() -> Bars:
-    empty = np.empty(0, np.float32)
-    return Bars(empty, empty, empty, empty, [], [])
-
-
-def _parts(ordered: Sequence[Piece[T]], limit: int) -> list[int]:
-    """Return the part of the time in which each piece starts; each piece its own where all may be drawn."""
-    if len(ordered) <= limit:
-        return list(range(len(ordered)))
-    starts = np.array([piece.start_s for piece in ordered])
-    share = (starts - starts[0]) / max(starts[-1] - starts[0], 1e-9)
-    kinds = {key: number for number, key in enumerate({(piece.kind, piece.row) for piece in ordered})}
-    kind = np.array([kinds[piece.kind, piece.row] for piece in ordered])
-    count = limit
-    while count > 1 and len(np.unique(_cut(share, count) * len(kinds) + kind)) > limit:
-        count //= 2
-    parts: list[int] = _cut(share, count).tolist()
-    return parts
-
-
-def _cut(share: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """The part, of `count` equal ones, in which each share of the whole (0 to 1) lies; 1 belongs to the last."""
-    return np.minimum((share * count).astype(np.int64), count - 1)
-
-
-def _bars(clusters: list[list[Piece[T]]], origin_s: float, describe: Callable[[T], Words]) -> Bars:
-    starts_s = np.array([cluster[0].start_s for cluster in clusters])
-    words = [_words(cluster, describe) for cluster in clusters]
+    pieces = pieces.ordered()
+    part, group = _places(pieces, limit, follow)
+    _, first, cluster, count = np.unique(
+        part * (group.max(initial=0) + 1) + group, return_index=True, return_inverse=True, return_counts=True
+    )
+    start_s, length_s = _extents(pieces, first, cluster)
+    if len(first) < len(cluster):
+        start_s = _side_by_side(start_s, length_s, pieces.row[first], part[first])
+    words = [
+        describe(pieces.records[index]) if records == 1 else _summary(records, names[kind], seconds)
+        for index, records, kind, seconds in zip(
+            first.tolist(), count.tolist(), pieces.kind[first].tolist(), length_s.tolist(), strict=True
+        )
+    ]
     return Bars(
-        start_ms=((starts_s - origin_s) * 1e3).astype(np.float32),
-        duration_ms=np.array([_length_s(cluster) * 1e3 for cluster in clusters], np.float32),
-        row=np.array([cluster[0].row for cluster in clusters], np.float32),
-        count=np.array([len(cluster) for cluster in clusters], np.float32),
+        start_ms=((start_s - origin_s) * 1e3).astype(np.float32),
+        duration_ms=(length_s * 1e3).astype(np.float32),
+        row=pieces.row[first].astype(np.float32),
+        kind=pieces.kind[first].astype(np.float32),
+        layer=_common_layer(pieces, first, cluster),
+        count=count,
         label=[word.label for word in words],
         hover=[word.hover for word in words],
     )
 
 
-def _length_s(cluster: list[Piece[T]]) -> float:
-    together = sum(piece.end_s - piece.start_s for piece in cluster)
-    return min(together, max(piece.end_s for piece in cluster) - cluster[0].start_s)
+def _places(ordered: Pieces[T], limit: int, follow: int | None) -> tuple[Ints, Ints]:
+    """Return the part of the time in which each piece starts, and the number of what it may be merged with there.
+
+    Each piece has a part of its own where all may be drawn.
+    """
+    total = len(ordered.records)
+    if total <= limit:
+        return np.arange(total), np.zeros(total, np.int64)
+    followed = ordered.layer == (NO_LAYER - 1 if follow is None else follow)
+    rows, kinds = ordered.row.max() + 1, ordered.kind.max() + 1
+    group = (followed * rows + ordered.row) * kinds + ordered.kind
+    groups = int(group.max()) + 1
+    halvings, parts = 0, 1 << (limit.bit_length() - 1)
+    part = _cut(ordered.start_s, parts)
+    used = np.unique(part * groups + group)
+    while len(used) > limit and parts >> halvings > 1:
+        halvings += 1
+        used = np.unique((used // groups >> 1) * groups + used % groups)
+    return part >> halvings, group
 
 
-def _words(cluster: list[Piece[T]], describe: Callable[[T], Words]) -> Words:
-    if len(cluster) == 1:
-        return describe(cluster[0].record)
-    milliseconds = f"{_length_s(cluster) * 1e3:,.3g} ms together"
-    return Words("", f"<b>{len(cluster)} × {cluster[0].kind}</b><br>{milliseconds}<br>show fewer steps to see each")
+def _cut(starts_s: Floats, parts: int) -> Ints:
+    """The part, of equal ones between the first start and the last, in which each lies; the last start, in the last."""
+    share: Floats = (starts_s - starts_s[0]) / max(starts_s[-1] - starts_s[0], 1e-9)
+    part: Ints = np.minimum((share * parts).astype(np.int64), parts - 1)
+    return part
+
+
+def _extents(ordered: Pieces[T], first: Ints, cluster: Ints) -> tuple[Floats, Floats]:
+    start_s = ordered.start_s[first]
+    together_s = np.bincount(cluster, ordered.end_s - ordered.start_s, minlength=len(first))
+    last_end_s = np.full(len(first), -np.inf)
+    np.maximum.at(last_end_s, cluster, ordered.end_s)
+    return start_s, np.minimum(together_s, last_end_s - start_s)
+
+
+def _side_by_side(start_s: Floats, length_s: Floats, row: Ints, part: Ints) -> Floats:
+    """Move bars that begin in the same part of a row behind one another."""
+    moved = start_s.copy()
+    ends: dict[tuple[int, int], float] = {}
+    lengths, places = length_s.tolist(), list(zip(row.tolist(), part.tolist(), strict=True))
+    for index in np.argsort(start_s, kind="stable").tolist():
+        moved[index] = max(moved[index], ends.get(places[index], -np.inf))
+        ends[places[index]] = moved[index] + lengths[index]
+    return moved
+
+
+def _common_layer(ordered: Pieces[T], first: Ints, cluster: Ints) -> Ints:
+    """The layer of each bar; NO_LAYER where it stands for several."""
+    layer = ordered.layer[first]
+    mixed = np.bincount(cluster, ordered.layer != layer[cluster], minlength=len(first)) > 0
+    return np.where(mixed, NO_LAYER, layer)
+
+
+def _summary(records: int, name: str, seconds: float) -> Words:
+    return Words("", f"<b>{records} × {name}</b><br>{seconds * 1e3:,.3g} ms together")

@@ -8,9 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dashboard.columns import last_steps, make_frame, metrics_by_step
+from dashboard import panels
+from dashboard.columns import last_steps, make_frame
 from dashboard.figures import build_figure, update_figure
-from dashboard.words import advice, milliseconds, percent
+from dashboard.history import History
+from dashboard.words import advice, gigabytes_per_s, milliseconds, percent
+from megatrain.report import RunInfo, Status
 from megatrain.trace import Recorder, Records, StepMetrics, StepRecord, write_atomically
 
 TABLE_STEPS = 10
@@ -30,24 +33,51 @@ HEADINGS = (
 )
 
 
-def write_page(path: str | Path, source: Recorder | Records, title: str, timeline_steps: int = 3) -> None:
+def write_page(
+    path: str | Path,
+    source: Recorder | Records | History,
+    title: str,
+    timeline_steps: int = 3,
+    info: RunInfo | None = None,
+    status: Status | None = None,
+) -> None:
     """Write the page; whoever opens it sees the old one or the new one, never half of it.
 
     timeline_steps: steps at the end of the run whose spans are drawn; curves cover the whole run.
+    info, status: of the run, for the limits of memory and links and for the host's arenas.
     """
-    records = source.snapshot() if isinstance(source, Recorder) else source
-    metrics = metrics_by_step(records)
+    history = _history(source, info)
+    planned_bytes = status.planned_bytes if status else 0
+    window = last_steps(history, timeline_steps)
+    frame = make_frame(history, window, info=info, planned_bytes=planned_bytes)
     figure = build_figure()
-    update_figure(figure, make_frame(records, metrics, last_steps(records, timeline_steps)))
+    update_figure(figure, frame)
     config = {"responsive": True, "displaylogo": False}
     page = _template().substitute(
         title=escape(title),
-        advice=escape(advice(metrics[-1])) if metrics else "No step has ended yet.",
+        advice=escape(_advice(history)),
         figure=figure.to_html(full_html=False, include_plotlyjs=True, config=config),
-        table=_table(records.steps, metrics[-TABLE_STEPS:]),
-        footer=_footer(records),
+        table=_table(history.steps, history.metrics[-TABLE_STEPS:]),
+        panels=panels.STYLE + panels.buffer_strip(history, info) + panels.layer_table(history.layer_rows()),
+        footer=_footer(history),
     )
     write_atomically(path, page.encode())
+
+
+def _history(source: Recorder | Records | History, info: RunInfo | None) -> History:
+    if isinstance(source, History):
+        return source
+    records = source.snapshot() if isinstance(source, Recorder) else source
+    return History(records, info.peak_flops_per_s if info else None)
+
+
+def _advice(history: History) -> str:
+    if not history.metrics:
+        return "No step has ended yet."
+    metrics = history.metrics[-1]
+    record = history.record(metrics.step)
+    assert record is not None
+    return advice(metrics, record)
 
 
 def _template() -> Template:
@@ -71,26 +101,15 @@ def _row(record: StepRecord, metrics: StepMetrics) -> str:
         f"{metrics.model_flops_per_s / 1e12:,.3g}",
         percent(metrics.compute_share),
         percent(metrics.h2d_hidden),
-        _gigabytes(metrics.h2d_bytes_per_s),
+        gigabytes_per_s(metrics.h2d_bytes_per_s),
         percent(metrics.d2h_hidden),
-        _gigabytes(metrics.d2h_bytes_per_s),
+        gigabytes_per_s(metrics.d2h_bytes_per_s),
         percent(metrics.update_hidden),
-        _waits(metrics),
+        panels.waits_in_words(metrics),
     )
     return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
 
 
-def _gigabytes(bytes_per_s: float | None) -> str:
-    return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:,.3g}"
-
-
-def _waits(metrics: StepMetrics) -> str:
-    """Return what compute waited for, longest first, leaving out what took less than a hundredth of the step."""
-    waits = sorted(metrics.waits_s.items(), key=lambda item: -item[1])
-    named = [f"{cause} {milliseconds(s)}" for cause, s in waits if s >= 0.01 * metrics.duration_s]
-    return ", ".join(named) or "nothing"
-
-
-def _footer(records: Records) -> str:
-    dropped = f"; {records.lost:,} older records were dropped" if records.lost else ""
-    return f"{len(records.spans):,} spans of {len(records.steps):,} steps{dropped}. Written by MegaTrain."
+def _footer(history: History) -> str:
+    dropped = f"; {history.lost:,} older records were dropped" if history.lost else ""
+    return f"{history.span_count:,} spans of {len(history.steps):,} steps{dropped}. Written by MegaTrain."

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from megatrain.trace import Span, StepMetrics, Wait, WaitCause
+from megatrain.trace import Lane, Marker, Span, StepMetrics, StepRecord, Wait, WaitCause
 
 STATE_WORDS: dict[str, str] = {
     "free": "free",
     "loading": "loading",
-    "ready": "loaded, not yet used",
+    "ready": "loaded, not in use",
     "in_use": "in use",
     "draining": "leaving for the host",
     "removed": "removed",
 }
-
-ADVICE: dict[WaitCause, str] = {
-    "weights": "more tokens per step or a larger prefetch depth would hide more of the loading",
-    "gradient buffer": "one more gradient buffer or more tokens per step would help",
-    "saved inputs": "keep saved layer inputs on the device if they fit, or fetch fewer at a time",
-    "optimizer": "more tokens per step, more CPU cores or faster host memory would help",
-    "other": "work is not launched fast enough: larger micro-batches would help",
+KNOB_WORDS: dict[str, str] = {
+    "prefetch_depth": "depth",
+    "grad_buffers": "grad buffers",
+    "resident_layers": "resident",
+    "micro_batch_size": "micro-batch",
 }
+WORTH_MENTIONING = 0.02  # of a step
+
+BOUND: dict[WaitCause, str] = {
+    "weights": "Transfers bind: compute waited {share} of step {step} for weights.",
+    "gradient buffer": "Gradients bind: compute waited {share} of step {step} for a free gradient buffer.",
+    "saved inputs": "Saved inputs bind: compute waited {share} of step {step} for them to come back from the host.",
+    "optimizer": "The optimizer binds: compute waited {share} of step {step} for AdamW.",
+    "other": "Launching binds: for {share} of step {step} nothing was computed, and nothing was waited for.",
+}
+LANE_OF: dict[WaitCause, Lane] = {"weights": "h2d", "gradient buffer": "d2h", "optimizer": "host"}
 
 
 def layer_name(layer: int | None) -> str:
     return "shell (embeddings, norm, head)" if layer is None else f"layer {layer}"
+
+
+def state_word(state: str) -> str:
+    return STATE_WORDS[state]
 
 
 def size(nbytes: float) -> str:
@@ -35,12 +47,35 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.3g} TB"
 
 
+def count(number: float) -> str:
+    """Return a number as people say it: 850, 2.1 K, 11 K, 3.4 M."""
+    for unit in ("", " K", " M"):
+        if abs(number) < 999.5:
+            return f"{number:.2g}{unit}" if unit and abs(number) < 10 else f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:,.2g} G" if number < 10 else f"{number:,.0f} G"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
+def duration(seconds: float) -> str:
+    """Return a long time in its two largest units."""
+    days, hours, minutes = int(seconds // 86400), int(seconds // 3600 % 24), int(seconds // 60 % 60)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.0f} s"
+
+
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
+
+
+def gigabytes_per_s(bytes_per_s: float | None) -> str:
+    return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:,.3g}"
 
 
 def span_words(span: Span) -> str:
@@ -60,12 +95,63 @@ def wait_words(wait: Wait) -> str:
     return f"<b>compute waited: {wait.cause}</b>{before}<br>{milliseconds(wait.end_s - wait.start_s)}"
 
 
-def advice(metrics: StepMetrics) -> str:
-    """Return one sentence: how much of a step compute was busy, what it waited for most, what would help."""
-    busy = f"Compute was busy for {percent(metrics.compute_share)} of step {metrics.step}"
+def marker_label(marker: Marker) -> str:
+    """Return what a flag says: "depth 1→3", or "paused"."""
+    if isinstance(marker.new, bool):  # "paused" from True to False is what people call resumed
+        return "resumed" if marker.name == "paused" and not marker.new else marker.name
+    if marker.name in ("paused", "resumed", "stopped"):
+        return marker.name
+    return f"{KNOB_WORDS.get(marker.name, marker.name)} {marker.old}→{marker.new}"
+
+
+def marker_words(marker: Marker) -> str:
+    """Return hover text: what changed, and where it took effect."""
+    where = f"step {marker.step}" + ("" if marker.layer is None else f", {layer_name(marker.layer)}")
+    return f"<b>{marker_label(marker)}</b> ({marker.name.replace('_', ' ')})<br>since {where}"
+
+
+def advice(metrics: StepMetrics, record: StepRecord) -> str:
+    """Return what binds in a step and what to turn, with numbers."""
     cause = max(metrics.waits_s, key=lambda cause: metrics.waits_s[cause])
     share = metrics.waits_s[cause] / metrics.duration_s
-    if share < 0.02:
-        return f"{busy} and waited for nothing worth mentioning."
-    waited = "of it went to other things" if cause == "other" else f"of it compute waited for the {cause}"
-    return f"{busy}; {percent(share)} {waited}: {ADVICE[cause]}."
+    if share < WORTH_MENTIONING:
+        return f"Nothing binds: compute was busy for {percent(metrics.compute_share)} of step {metrics.step}."
+    bound = BOUND[cause].format(share=percent(share), step=metrics.step)
+    return f"{bound} {_way_out(cause, metrics, record)}"
+
+
+def _way_out(cause: WaitCause, metrics: StepMetrics, record: StepRecord) -> str:
+    if cause == "other":
+        return f"Larger micro-batches launch less often; now {record.micro_batches} per step."
+    if cause == "saved inputs":
+        return "Keep them on the device if they fit (offload_activations=False), or take smaller micro-batches."
+    if cause == "weights" and record.prefetch_depth == 0:
+        return "Prefetch depth is 0: raise it."
+    return _more_tokens(cause, metrics, record)
+
+
+def _more_tokens(cause: WaitCause, metrics: StepMetrics, record: StepRecord) -> str:
+    """Compute grows with the tokens of a step; weights, gradients and updates do not."""
+    busy_s, compute_s = metrics.busy_s[LANE_OF[cause]], metrics.busy_s["compute"]
+    if busy_s <= compute_s:
+        return _more_buffers(cause, busy_s / compute_s, record)
+    tokens = record.sequence_tokens * busy_s / compute_s if compute_s else float("inf")
+    if tokens == float("inf"):
+        return "More tokens per step would hide them."
+    return f"About {count(tokens)} tokens per step would hide {_them(cause)}; now {count(record.sequence_tokens)}."
+
+
+def _them(cause: WaitCause) -> str:
+    return "it" if cause == "optimizer" else "them"
+
+
+def _more_buffers(cause: WaitCause, ratio: float, record: StepRecord) -> str:
+    """The lane has time enough, only not at the right moment."""
+    if cause == "weights":
+        depth = record.prefetch_depth
+        return f"Loading takes only {percent(ratio)} of compute's time: raise the prefetch depth above {depth}."
+    if cause == "gradient buffer":
+        return f"Unloading takes only {percent(ratio)} of compute's time: one more gradient buffer would hide it."
+    return (
+        f"AdamW takes {percent(ratio)} of compute's time, but the first layers wait for it: more tokens per step help."
+    )

@@ -1,0 +1,395 @@
+"""All that a viewer remembers of a run: records sorted by time, figures per step, bounded however long the run.
+
+`add` takes what a feed brings, in any order. Records of one window, and curves of the whole run, come out cheaply.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple, get_args
+
+from dashboard.curves import Curve, Lines, largest, mean
+from dashboard.gradients import GradientWay, HostGradient
+from dashboard.layers import LayerRow, rows_of_step
+from megatrain.trace import (
+    LayerStats,
+    Marker,
+    MemorySample,
+    Records,
+    SlotChange,
+    SlotKind,
+    Span,
+    StepMetrics,
+    StepRecord,
+    Wait,
+    WaitCause,
+    compute_waits,
+    step_metrics,
+)
+
+SPANS, CHANGES, STEPS, MARKERS = 200_000, 20_000, 100_000, 10_000  # most that are kept; changes: of one buffer
+DETAILED = 256  # newest steps whose metrics, waits and layer statistics are kept
+UNSETTLED = 2  # newest steps that late spans may still change
+CLOCK_SLACK_S = 1e-4  # lanes read the clock a little after each other
+RECENT_STEPS = 20  # whose median says how long a step takes
+CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
+
+Buffer = tuple[int, int]  # kind, slot
+
+MEMORY_COLUMNS = ("arena", "this process", "other processes", "reserved", "card", "RSS", "pinned", "free")
+STEP_COLUMNS = (
+    *("loss", "gradient norm", "learning rate", "tokens/s", "TFLOP/s", "MFU"),
+    *("hidden: weights in", "hidden: gradients out", "hidden: optimizer"),
+    *("link: weights in", "link: gradients out"),
+    *(f"waited: {cause}" for cause in CAUSES),
+)
+
+
+class Window(NamedTuple):
+    """Seconds of the run that the timeline shows."""
+
+    start_s: float
+    end_s: float
+
+
+class History:
+    """What is known of one run. peak_flops_per_s: of the device, for MFU; None = not known."""
+
+    def __init__(self, records: Records | None = None, peak_flops_per_s: float | None = None) -> None:
+        self.peak_flops_per_s = peak_flops_per_s
+        self.version = 0  # grows with whatever changes
+        self.clear()
+        if records is not None:
+            self.add(records)
+
+    def clear(self) -> None:
+        """Forget everything: the run began anew."""
+        self.steps: list[StepRecord] = []
+        self.markers: list[Marker] = []
+        self.newest_memory: MemorySample | None = None
+        self.lost = 0
+        self._spans = _Spans(SPANS)
+        self._changes: dict[Buffer, _Changes] = {}
+        self._gradients = GradientWay()
+        self._layers: dict[int, dict[int, LayerStats]] = {}  # by step and layer
+        self._loads: dict[int, int] = {}  # bytes of the newest load of each layer
+        self._memory = Curve(MEMORY_COLUMNS, largest)
+        self._curve = Curve(STEP_COLUMNS, mean)
+        self._metrics: dict[int, StepMetrics] = {}
+        self._waits: dict[int, list[Wait]] = {}
+        self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
+        self._tail: tuple[float, list[Wait]] = (math.nan, [])  # waits of the step that runs, from where on
+        self._news_s = math.inf  # the start of the earliest span that came after those were found
+        self._settled = 0  # steps that are in the curve
+        self.version += 1
+
+    def add(self, records: Records) -> None:
+        """Take further records, in any order; none twice."""
+        if records == Records():
+            return
+        self.version += 1
+        self.lost += records.lost
+        self._spans.add(records.spans)
+        self._gradients.add(records.spans)
+        self._loads |= {
+            span.layer: span.nbytes for span in records.spans if span.op == "load" and span.layer is not None
+        }
+        for change in sorted(records.slots, key=lambda change: change.time_s):
+            self._changes.setdefault(_buffer(change), _Changes(CHANGES)).add(change)
+        for marker in records.markers:
+            insort(self.markers, marker, key=lambda marker: marker.time_s)
+        del self.markers[:-MARKERS]
+        self._add_memory(records.memory)
+        self._add_layers(records.layers)
+        self._add_steps(records.steps)
+        earliest_s = min((span.start_s for span in records.spans), default=math.inf)
+        self._news_s = min(self._news_s, earliest_s - CLOCK_SLACK_S)
+        self._measure(earliest_s)
+
+    def _add_memory(self, samples: Sequence[MemorySample]) -> None:
+        if samples:
+            self._memory.extend(sorted(_memory_row(sample) for sample in samples))
+            newest = max(samples, key=lambda sample: sample.time_s)
+            if self.newest_memory is None or newest.time_s > self.newest_memory.time_s:
+                self.newest_memory = newest
+
+    def _add_layers(self, stats: Iterable[LayerStats]) -> None:
+        for layer in stats:
+            self._layers.setdefault(layer.step, {})[layer.layer] = layer
+            self._rows.pop(layer.step, None)
+        for step in sorted(self._layers)[:-DETAILED]:
+            del self._layers[step]
+
+    def _add_steps(self, steps: Iterable[StepRecord]) -> None:
+        for step in steps:
+            insort(self.steps, step, key=lambda step: step.step)
+        dropped = max(0, len(self.steps) - STEPS)
+        del self.steps[:dropped]
+        self._settled = max(0, self._settled - dropped)
+
+    # ---- figures per step ----
+
+    def _measure(self, changed_s: float) -> None:
+        """Find the figures of steps that are new, or that spans from `changed_s` on may have changed."""
+        for record in self.steps[self._settled :]:
+            if record.step not in self._metrics or record.end_s > changed_s:
+                self._measure_step(record)
+        settled = max(self._settled, len(self.steps) - UNSETTLED)
+        self._curve.extend([self._row(record) for record in self.steps[self._settled : settled]])
+        self._settled = settled
+        for step in sorted(self._metrics)[:-DETAILED]:
+            del self._metrics[step]
+            self._waits.pop(step, None)
+        for step in sorted(self._rows)[:-DETAILED]:
+            del self._rows[step]
+
+    def _measure_step(self, record: StepRecord) -> None:
+        if record.start_s < self._spans.complete_since_s(self.lost) or record.end_s <= record.start_s:
+            return
+        self._rows.pop(record.step, None)
+        spans = self._spans.between(record.start_s, record.end_s)
+        self._metrics[record.step] = step_metrics(spans, record, self.peak_flops_per_s)
+        self._waits[record.step] = compute_waits(spans, record.start_s, record.end_s)
+
+    def _row(self, record: StepRecord) -> list[float]:
+        seconds = record.end_s - record.start_s
+        per_s = 1 / seconds if seconds > 0 else math.nan
+        scales = [record.loss, record.grad_norm, record.lr, record.sequence_tokens * per_s, record.flops * per_s / 1e12]
+        metrics = self._metrics.get(record.step)
+        return [record.step, *scales, *(_overlap(metrics) if metrics else [math.nan] * (len(STEP_COLUMNS) - 5))]
+
+    @property
+    def metrics(self) -> list[StepMetrics]:
+        """Figures of the newest steps whose spans were all still there, oldest first."""
+        return [self._metrics[step] for step in sorted(self._metrics)]
+
+    def metrics_of(self, step: int | None) -> StepMetrics | None:
+        """Figures of a step (None = the newest that ended), if they are known."""
+        record = self.record(step)
+        return None if record is None else self._metrics.get(record.step)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest that ended."""
+        return self.steps[-1].step if self.steps else None
+
+    @property
+    def step_s(self) -> float | None:
+        """What one of the last steps took; the median."""
+        recent = [step.end_s - step.start_s for step in self.steps[-RECENT_STEPS:]]
+        return median(recent) if recent else None
+
+    def step_lines(self) -> Lines:
+        """Curves over steps, named by STEP_COLUMNS."""
+        return self._curve.lines([self._row(record) for record in self.steps[self._settled :]])
+
+    def memory_lines(self) -> Lines:
+        """Curves over seconds of the run, in GB, named by MEMORY_COLUMNS."""
+        return self._memory.lines()
+
+    def layer_rows(self, step: int | None = None) -> tuple[LayerRow, ...]:
+        """Rows of a step, by default of the newest complete one; empty where nothing is known of it."""
+        record = self.record(step)
+        if record is None:
+            return ()
+        if record.step not in self._rows:
+            spans = [span for span in self._spans.between(record.start_s, record.end_s) if span.step == record.step]
+            stats = self._layers.get(record.step, {}).values()
+            self._rows[record.step] = rows_of_step(spans, stats, self._loads)
+        return self._rows[record.step]
+
+    def record(self, step: int | None) -> StepRecord | None:
+        """What is recorded of a step (None = the newest that ended)."""
+        if step is None:
+            return self.steps[-1] if self.steps else None
+        index = bisect_left(self.steps, step, key=lambda record: record.step)
+        return self.steps[index] if index < len(self.steps) and self.steps[index].step == step else None
+
+    # ---- a window ----
+
+    def window(self, last_step: int | None, steps: int) -> Window:
+        """See `window_of`."""
+        if last_step is None:
+            return self._live_window(steps)
+        shown = [record for record in self.steps if record.step <= last_step][-steps:]
+        return Window(shown[0].start_s, shown[-1].end_s) if shown else self._live_window(steps)
+
+    def _live_window(self, steps: int) -> Window:
+        newest = self.steps[-1].step if self.steps else -1
+        running_s = self._spans.first_after(newest, self.steps[-1].start_s if self.steps else -math.inf)
+        shown = self.steps[-steps:] if running_s is None else self.steps[max(0, len(self.steps) - steps + 1) :]
+        starts = [record.start_s for record in shown[:1]] or [running_s if running_s is not None else 0.0]
+        return Window(starts[0], max(self.newest_s, starts[0]))
+
+    @property
+    def span_count(self) -> int:
+        """How many spans are kept."""
+        return len(self._spans.items)
+
+    @property
+    def newest_s(self) -> float:
+        """The end of what is newest."""
+        return max(self._spans.newest_s, self.steps[-1].end_s if self.steps else 0.0)
+
+    def spans(self, window: Window) -> list[Span]:
+        """Those that touch the window, in order of their start."""
+        return self._spans.between(*window)
+
+    def waits(self, window: Window) -> list[Wait]:
+        """Seconds of the window without compute, between its first and its last."""
+        compute = [span for span in self.spans(window) if span.lane == "compute"]
+        if not compute:
+            return []
+        start_s = max(window.start_s, compute[0].start_s)
+        end_s = min(window.end_s, max(span.end_s for span in compute))
+        known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
+        edges = [start_s, *(edge for record in known for edge in (record.start_s, record.end_s)), end_s]
+        between = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
+        found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part)]
+        found += self._tail_waits(between[-1]) if between else []
+        return found + [wait for record in known for wait in self._waits[record.step]]
+
+    def _tail_waits(self, part: Window) -> list[Wait]:
+        """Waits of the step that runs: those before the earliest news stay as they were found."""
+        start_s, before = self._tail
+        kept = [wait for wait in before if wait.end_s < self._news_s and wait.end_s <= part.end_s]
+        if start_s != part.start_s:
+            kept = []
+        rest = Window(kept[-1].end_s if kept else part.start_s, part.end_s)
+        waits = kept + compute_waits(self.spans(rest), *rest)
+        self._tail, self._news_s = (part.start_s, waits), math.inf
+        return waits
+
+    def _records_within(self, start_s: float, end_s: float) -> list[StepRecord]:
+        return [r for r in self.steps[-DETAILED:] if r.start_s >= start_s and r.end_s <= end_s]
+
+    def changes(self, window: Window) -> list[SlotChange]:
+        """Changes of device buffers inside the window, and of each buffer the last before it."""
+        return [change for buffer in sorted(self._changes) for change in self._changes[buffer].reaching(window)]
+
+    def buffers(self) -> list[SlotChange]:
+        """The newest change of every device buffer that there is: weights slots first."""
+        newest = [self._changes[buffer].items[-1] for buffer in sorted(self._changes)]
+        return [change for change in newest if change.state != "removed"]
+
+    def records(self, window: Window) -> Records:
+        """What touches the window, for an export; memory is not kept sample by sample."""
+        steps = [step for step in self.steps if step.end_s > window.start_s and step.start_s < window.end_s]
+        markers = [marker for marker in self.markers if window.start_s <= marker.time_s <= window.end_s]
+        layers = [stats for step in steps for stats in self._layers.get(step.step, {}).values()]
+        newest = [self.newest_memory] if self.newest_memory is not None else []
+        return Records(self.spans(window), self.changes(window), newest, steps, layers, markers)
+
+    def host_gradients(self, layers: int) -> list[HostGradient]:
+        return self._gradients.states(layers, self.buffers())
+
+
+def window_of(history: History, last_step: int | None, steps: int) -> Window:
+    """Return the window of `steps` steps that end with `last_step`.
+
+    None = the live end: up to the last thing recorded; a step that still runs is one of them.
+    """
+    return history.window(last_step, steps)
+
+
+class _Spans:
+    """Sorted by start; the oldest are dropped, a quarter at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._dropped = False
+        self.items: list[Span] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []  # the latest end up to each
+
+    def add(self, spans: Iterable[Span]) -> None:
+        new = sorted(spans, key=_start)
+        if not new:
+            return
+        at = bisect_right(self._starts, new[0].start_s)
+        tail = sorted(self.items[at:] + new, key=_start)
+        latest = self._ends[at - 1] if at else -math.inf
+        self.items[at:] = tail
+        self._starts[at:] = map(_start, tail)
+        self._ends[at:] = list(accumulate((span.end_s for span in tail), max, initial=latest))[1:]
+        if len(self.items) > self._capacity:
+            for column in (self.items, self._starts, self._ends):
+                del column[: len(column) - self._capacity * 3 // 4]
+            self._dropped = True
+
+    @property
+    def newest_s(self) -> float:
+        return self._ends[-1] if self._ends else 0.0
+
+    def complete_since_s(self, lost: int) -> float:
+        """From when on all spans are there."""
+        return self._starts[0] if self._starts and (lost or self._dropped) else -math.inf
+
+    def between(self, start_s: float, end_s: float) -> list[Span]:
+        first, last = bisect_right(self._ends, start_s), bisect_left(self._starts, end_s)
+        return [span for span in self.items[first:last] if span.end_s > start_s]
+
+    def first_after(self, step: int, start_s: float) -> float | None:
+        """The start of the first span, from `start_s` on, of a step later than `step`."""
+        for index in range(bisect_left(self._starts, start_s), len(self.items)):
+            if self.items[index].step > step:
+                return self._starts[index]
+        return None
+
+
+class _Changes:
+    """The states of one device buffer, sorted by time; the oldest are dropped, a quarter at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.items: list[SlotChange] = []
+        self._times: list[float] = []
+
+    def add(self, change: SlotChange) -> None:
+        at = bisect_right(self._times, change.time_s)
+        self._times.insert(at, change.time_s)
+        self.items.insert(at, change)
+        if len(self.items) > self._capacity:
+            del self.items[: self._capacity // 4], self._times[: self._capacity // 4]
+
+    def reaching(self, window: Window) -> list[SlotChange]:
+        first = max(0, bisect_right(self._times, window.start_s) - 1)
+        return self.items[first : bisect_left(self._times, window.end_s)]
+
+
+def _start(span: Span) -> float:
+    return span.start_s
+
+
+def _buffer(change: SlotChange) -> Buffer:
+    return get_args(SlotKind).index(change.kind), change.slot
+
+
+def _memory_row(sample: MemorySample) -> tuple[float, ...]:
+    used, ours = sample.device_used_bytes, sample.process_device_bytes
+    nbytes = (
+        sample.arena_bytes,
+        ours,
+        used - ours if used is not None and ours is not None else None,
+        sample.device_reserved_bytes,
+        sample.device_total_bytes,
+        sample.host_rss_bytes,
+        sample.host_pinned_bytes,
+        sample.host_available_bytes,
+    )
+    return sample.time_s, *(math.nan if value is None else value / 1e9 for value in nbytes)
+
+
+def _overlap(metrics: StepMetrics) -> list[float]:
+    """The columns from MFU on, in percent and GB/s."""
+    shares = [metrics.mfu, metrics.h2d_hidden, metrics.d2h_hidden, metrics.update_hidden]
+    rates = [metrics.h2d_bytes_per_s, metrics.d2h_bytes_per_s]
+    return [
+        *(math.nan if share is None else 100 * share for share in shares),
+        *(math.nan if rate is None else rate / 1e9 for rate in rates),
+        *(100 * metrics.waits_s[cause] / metrics.duration_s for cause in CAUSES),
+    ]
