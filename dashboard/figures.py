@@ -84,6 +84,7 @@ class CurveOf:
     source: Literal["memory", "per_step"] = "per_step"
     y_axis: int | None = None
     stacked: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ CURVES = (
     CurveOf(DEVICE, "this process", "this process (driver)", ORANGE, "memory"),
     CurveOf(DEVICE, "other processes", "other processes", GREY, "memory"),
     CurveOf(DEVICE, "reserved", "reserved by the allocator", YELLOW, "memory"),
+    CurveOf(DEVICE, "card", "the whole card", GREY, "memory", dashed=True),
     CurveOf(HOST, "RSS", "process (RSS)", BLUE, "memory"),
     CurveOf(HOST, "pinned", "pinned", GREEN, "memory"),
     CurveOf(HOST, "free", "free", GREY, "memory"),
@@ -371,13 +373,18 @@ def _curve_trace(curve: CurveOf) -> go.Scatter:
     return go.Scatter(
         name=curve.name,
         mode="lines+markers" if curve.source == "per_step" else "lines",  # a single step must show
-        line={"color": curve.colour, "width": 2, "dash": "dot" if curve.y_axis else "solid"},
+        line={"color": curve.colour, "width": 2, "dash": _dash(curve)},
         marker={"size": 3},
         stackgroup="all" if curve.stacked else None,
         visible=False,
         hovertemplate=f"%{{y:.4g}}<extra>{curve.name}</extra>",
         **axes,
     )
+
+
+def _dash(curve: CurveOf) -> str:
+    """Limits are dashed; dots go with an axis on the right, and let a curve beneath them show."""
+    return "dash" if curve.dashed else "dot" if curve.y_axis else "solid"
 
 
 def _limit_trace(limit: LimitOf) -> go.Scatter:
