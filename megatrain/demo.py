@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ class Choice:
     folder: Path | None  # of the real weights, if they are here and fit
     reason: str
 
+    @property
+    def lr(self) -> float:
+        return 1e-5 if self.folder else 2e-3
+
     def model(self) -> Any:
         """Load or make the model."""
         dtype = getattr(torch, self.engine.dtype)
@@ -145,6 +150,11 @@ def training_data(choice: Choice) -> tuple[Any, Batches]:
     return tokenizer, Batches(dataset, BATCH, seed=0)
 
 
+def make_engine(choice: Choice) -> StreamingEngine:
+    """An engine around the chosen model, in whichever process this is called."""
+    return StreamingEngine(choice.model(), choice.engine, AdamWConfig(lr=choice.lr))
+
+
 def training_run(
     choice: Choice,
     batches: Batches,
@@ -152,12 +162,20 @@ def training_run(
     steps: int,
     run_dir: Path,
     on_step: Callable[[int, StepResult], None] | None = None,
+    process: bool = False,
+    machine: Machine | None = None,
 ) -> TrainingRun:
-    """An engine around the chosen model and a run over the batches, ready to start."""
-    lr = 1e-5 if choice.folder else 2e-3
-    engine = StreamingEngine(choice.model(), choice.engine, AdamWConfig(lr=lr))
-    schedule = cosine_schedule(lr, steps, warmup=max(1, steps // 10), floor=lr / 10)
-    return TrainingRun(engine, batches, steps=steps, lr_schedule=schedule, run_dir=run_dir, on_step=on_step)
+    """A run over the batches, ready to start; in a process of its own it leaves the model in its folder."""
+    return TrainingRun(
+        partial(make_engine, choice) if process else make_engine(choice),
+        batches,
+        steps=steps,
+        lr_schedule=cosine_schedule(choice.lr, steps, warmup=max(1, steps // 10), floor=choice.lr / 10),
+        run_dir=run_dir,
+        on_step=on_step,
+        save=process,
+        machine=machine,
+    )
 
 
 def run_demo(run_dir: Path, *, steps: int, minutes: float) -> bool:
@@ -174,7 +192,7 @@ def run_demo(run_dir: Path, *, steps: int, minutes: float) -> bool:
             bar.set_postfix(loss=f"{result.loss:.3f}", grad_norm=f"{result.grad_norm:.2f}")
             bar.update()
 
-        run = training_run(choice, batches, steps=steps, run_dir=run_dir, on_step=on_step)
+        run = training_run(choice, batches, steps=steps, run_dir=run_dir, on_step=on_step, machine=machine)
         run.start().wait()
     return _finish(run, tokenizer, run_dir)
 

@@ -28,7 +28,7 @@ from megatrain.control import Checks, Control
 from megatrain.executor import Executor, NonFiniteError, StepState
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
-from megatrain.memory import backward_from
+from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
 from megatrain.optim import join, native_available, split
 from megatrain.report import Inspection
 from megatrain.room import Room
@@ -57,6 +57,18 @@ class StepResult:
     tokens: int
     balancing_loss: float = 0.0
     skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of an engine: of one weights slot, one gradient buffer, the shell, each host arena, and its budget."""
+
+    layers: int
+    layer_bytes: int
+    gradient_bytes: int
+    shell_bytes: int
+    host_arenas: dict[str, int]
+    device_limit_bytes: int
 
 
 class StreamingEngine:
@@ -367,6 +379,29 @@ class StreamingEngine:
     def arena_bytes(self) -> int:
         """Bytes that the engine itself holds on the device now."""
         return self._executor.ledger.held_bytes
+
+    @property
+    def model_name(self) -> str:
+        """What kind of model this is, and how large."""
+        units = [(unit, host.layout.entries) for unit, host in self._units()]
+        parameters = sum(e.spec.numel for unit, entries in units for e in entries if e.name in unit.parameters)
+        return f"{self.model.config.model_type}, {parameters / 1e6:,.4g} M parameters"
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU lanes (no GPU)"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes that do not change while the engine lives."""
+        return Sizes(
+            layers=len(self._layouts),
+            layer_bytes=slot_bytes(self._layouts),
+            gradient_bytes=gradient_buffer_bytes(self._layouts),
+            shell_bytes=self._shell_layout.nbytes,
+            host_arenas={role: arena.nbytes for role, arena in self._host.arenas.items()},
+            device_limit_bytes=self._room.budget_bytes,
+        )
 
     @property
     def planned_bytes(self) -> int:

@@ -29,6 +29,7 @@ class Machine:
     gpu: a card that torch can use, or None. device_free_bytes: of its device_bytes, what tensors can take.
     unusable_gpu: a card that the driver names but torch cannot use. The rates are None until measured;
     host_memory_bytes_per_s counts bytes read and bytes written. Without a GPU the link is a copy in RAM.
+    peak_flops_per_s: of large matrix products, in bfloat16 on a GPU and float32 on a CPU.
     """
 
     name: str
@@ -42,6 +43,13 @@ class Machine:
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
     host_memory_bytes_per_s: float | None = None
+    peak_flops_per_s: float | None = None
+
+    @property
+    def rates(self) -> dict[str, float | None]:
+        """What a run is compared with."""
+        names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "peak_flops_per_s")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {self.cores} cores, {_gb(self.host_bytes)} RAM ({_gb(self.host_available_bytes)} free)"]
@@ -57,6 +65,8 @@ class Machine:
             "device → host": self.d2h_bytes_per_s,
         }
         measured = [f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items() if rate is not None]
+        if self.peak_flops_per_s is not None:
+            measured.append(f"matrix products {self.peak_flops_per_s / 1e12:.3g} TFLOP/s")
         return "; ".join([*lines, *measured])
 
 
@@ -187,7 +197,13 @@ def measure(machine: Machine) -> Machine:
         h2d, d2h = _cuda_link()
     else:
         h2d = d2h = _rate(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), MEASURED_BYTES))
-    return replace(machine, host_memory_bytes_per_s=host, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
+    return replace(
+        machine,
+        host_memory_bytes_per_s=host,
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        peak_flops_per_s=_matrix_products("cpu" if machine.gpu is None else "cuda"),
+    )
 
 
 def _rate(copy: Callable[[], Any]) -> float:
@@ -198,6 +214,20 @@ def _rate(copy: Callable[[], Any]) -> float:
         copy()
         seconds.append(time.perf_counter() - start)
     return MEASURED_BYTES / min(seconds[1:])
+
+
+def _matrix_products(device: str) -> float:
+    """FLOP/s of square matrix products, the best of a few: what a model's products can at most reach here."""
+    size, dtype = (1024, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(1 + MEASURED_COPIES):
+        start = time.perf_counter()
+        a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return float(2 * size**3 / min(seconds[1:]))
 
 
 def _cuda_link() -> tuple[float, float]:

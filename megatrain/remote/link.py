@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 from zmq.constants import Event, Flag, PollEvent, SocketOption, SocketType
 from zmq.error import Again
@@ -39,6 +41,8 @@ class Link:
         self._socket.setsockopt(SocketOption.LINGER, 0)
         self._socket.setsockopt(SocketOption.RECONNECT_IVL, NEVER_MS)
         self._news = self._socket.get_monitor_socket(NEWS)
+        # Also where nobody closes it: a context that is collected with open sockets waits for them for ever.
+        self._closing = weakref.finalize(self, _close, self._socket, self._news, self._context, self._door)
         self._poller = Poller()
         self._poller.register(self._socket, PollEvent.POLLIN)
         self._poller.register(self._news, PollEvent.POLLIN)
@@ -71,11 +75,7 @@ class Link:
         return message
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._news.close(0)
-        self._socket.close()
-        self._context.term()
-        self._door.close()
+        self._closing()
 
     def _shake_hands(self, timeout_s: float) -> None:
         """A socket file alone says nothing: a process that was killed leaves its own."""
@@ -83,3 +83,11 @@ class Link:
             raise TimeoutError
         if recv_monitor_message(self._news)["event"] != Event.HANDSHAKE_SUCCEEDED:
             raise NobodyThereError
+
+
+def _close(socket: Any, news: Any, context: Any, door: Door) -> None:
+    socket.disable_monitor()
+    news.close(0)
+    socket.close(0)
+    context.term()
+    door.close()

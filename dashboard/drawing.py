@@ -1,0 +1,74 @@
+"""What is displayed, and how one look at the run becomes it. Written by one thread only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets as widgets
+
+from dashboard import panels
+from dashboard.answers import Answers
+from dashboard.columns import LIVE_BARS, LIVE_SEGMENTS, Frame, make_frame
+from dashboard.figures import forget, layer_at, update_figure
+from dashboard.history import History, Window
+from dashboard.layers import LayerRow
+from dashboard.live_figure import LiveFigure
+from dashboard.view import View
+from dashboard.words import advice
+from megatrain.report import RunInfo, Status
+
+
+class Drawing:
+    """The figure and the panels around it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._frame: Frame | None = None
+        self.figure = LiveFigure()
+        self.style, self.headline, self.advice, self.answers = (widgets.HTML() for _ in range(4))
+        self.held, self.buffers, self.summary, self.layers = (widgets.HTML() for _ in range(4))
+        self.style.value = panels.STYLE
+        for trace in self.figure.data:
+            trace.on_click(self._clicked)
+
+    def draw(self, history: History, status: Status, info: RunInfo | None, answers: Answers) -> None:
+        """Show all of it; a panel that says the same as before sends nothing."""
+        view = self._view
+        window = history.window(view.last_step, view.steps)
+        rows = history.layer_rows(view.last_step)
+        self._draw_figure(history, window, status, info, rows)
+        metrics, record = history.metrics_of(view.last_step), history.record(view.last_step)
+        self.headline.value = panels.headline(status, info, history.steps, history.newest_memory)
+        self.advice.value = panels.sentence(advice(metrics, record)) if metrics and record else ""
+        self.answers.value = answers.html()
+        self.held.value = panels.held_panel(status, history.buffers())
+        self.buffers.value = panels.buffer_strip(history, info)
+        self.summary.value = panels.step_summary(metrics, info) if metrics else ""
+        self.layers.value = panels.layer_table(rows, view.sort_by, view.descending)
+
+    def _draw_figure(
+        self, history: History, window: Window, status: Status, info: RunInfo | None, rows: tuple[LayerRow, ...]
+    ) -> None:
+        self._frame = make_frame(
+            history,
+            window,
+            info=info,
+            planned_bytes=status.planned_bytes,
+            follow=self._view.follow,
+            most_bars=LIVE_BARS,
+            most_segments=LIVE_SEGMENTS,
+            rows=rows,
+        )
+        with self.figure.writing:
+            update_figure(self.figure, self._frame)
+
+    def forget(self) -> None:
+        """Send everything with the next frame, whatever was sent before."""
+        with self.figure.writing:
+            forget(self.figure)
+
+    def _clicked(self, trace: Any, points: Any, _state: Any) -> None:
+        """Follow the layer of a bar; once more on the same one lets it go."""
+        if self._frame is not None and points.point_inds:
+            layer = layer_at(self._frame, points.trace_index, points.point_inds[0])
+            self._view.follow = None if layer == self._view.follow else layer

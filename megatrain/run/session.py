@@ -1,0 +1,153 @@
+"""One run inside the process that trains: the loop, and beside it what records, samples, and answers viewers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import psutil
+
+from megatrain.config import Throttle
+from megatrain.engine import StepResult, StreamingEngine
+from megatrain.folder import RunFolder
+from megatrain.journal import Journal
+from megatrain.remote import ControlServer
+from megatrain.report import RunInfo, RunState, Status
+from megatrain.run.loop import Batch, Job, OnStep, train
+from megatrain.trace import Marker, MemorySampler, write_chrome_trace
+
+TRACED_STEPS = 20  # at the end of the run; Perfetto gives up on much more
+
+
+class Session:
+    """Trains in the calling thread (`run`), and answers questions from others.
+
+    folder: where records, status and the control socket go; None keeps everything in memory.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        batches: Iterable[Batch],
+        job: Job,
+        folder: RunFolder | None,
+        on_step: OnStep = lambda *_: None,
+    ) -> None:
+        self.engine = engine
+        self.info = describe(engine, job, folder)
+        self.results: list[StepResult] = []
+        self.error: BaseException | None = None
+        self._batches = batches
+        self._job = job
+        self._folder = folder
+        self._on_step = on_step
+        self._state = RunState.NEW
+        if job.save and folder is None:
+            raise ValueError("save=True leaves the model in the run's folder; give run_dir, too")
+
+    @property
+    def state(self) -> RunState:
+        held = self._state is RunState.RUNNING and self.engine.control.paused
+        return RunState.PAUSED if held else self._state
+
+    def status(self) -> Status:
+        """What is so now; from any thread."""
+        control = self.engine.control
+        return Status(
+            state=self.state,
+            steps_done=len(self.results),
+            knobs=control.knobs,
+            micro_batch_size=control.micro_batch_size,
+            position=control.position,
+            lanes=self.engine.at_work(),
+            planned_bytes=self.engine.planned_bytes,
+            held=self.engine.held,
+            error=None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        )
+
+    def open(self) -> None:
+        """Claim the folder; ValueError if another run is alive in it."""
+        if self._folder is not None:
+            self._folder.create(self.info)
+        self._enter(RunState.RUNNING)
+
+    def run(self) -> None:
+        """Train to the end; the outcome is in `state` and `error`."""
+        try:
+            with ExitStack() as beside:
+                self._start_beside(beside)
+                self._train()
+            self._enter(RunState.STOPPED if len(self.results) < self._job.steps else RunState.FINISHED)
+        except BaseException as error:  # kept for whoever waits: a thread has nobody to raise to
+            self.error = error
+            self._enter(RunState.FAILED)
+        finally:
+            self.engine.control.close()
+
+    def _start_beside(self, beside: ExitStack) -> None:
+        sampler = MemorySampler(
+            self.engine.recorder,
+            arena_bytes=lambda: self.engine.arena_bytes,
+            pinned_bytes=lambda: self.engine.pinned_bytes,
+            device_index=self.engine.device_index,
+        )
+        if self._folder is not None:
+            server = ControlServer(self._folder.path, self.engine.control, self.status)
+            beside.callback(server.close)
+            beside.callback(Journal(self.engine.recorder, self._folder.path).close)
+        sampler.start()
+        beside.callback(sampler.stop)
+
+    def _train(self) -> None:
+        train(self.engine, self._batches, self._job, self._after_step)
+        self.engine.flush()
+        if self.engine.control.stopping:
+            recorder = self.engine.recorder
+            recorder.add(Marker(recorder.now(), "stopped", False, True, len(self.results) - 1, None))
+        if self._folder is not None:
+            self._leave_files(self._folder)
+
+    def _leave_files(self, folder: RunFolder) -> None:
+        recorder = self.engine.recorder
+        last = recorder.steps()[-TRACED_STEPS:]
+        write_chrome_trace(folder.trace, recorder, start_s=last[0].start_s if last else 0.0)
+        if self._job.save or self.engine.control.save_wanted:
+            self.engine.save_pretrained(folder.model)
+
+    def _after_step(self, done: int, result: StepResult) -> None:
+        self.results.append(result)
+        self._on_step(done, result)
+
+    def _enter(self, state: RunState) -> None:
+        self._state = state
+        if self._folder is not None:
+            self._folder.write_status(self.status())
+
+
+def describe(engine: StreamingEngine, job: Job, folder: RunFolder | None) -> RunInfo:
+    """What a viewer has to know of a run before its first record."""
+    sizes, throttle = engine.sizes, engine.config.throttle or Throttle()
+    return RunInfo(
+        model=engine.model_name,
+        layers=sizes.layers,
+        steps=job.steps,
+        process_id=os.getpid(),
+        began_unix_s=time.time() - engine.recorder.now(),
+        device=engine.device_name,
+        layer_bytes=sizes.layer_bytes,
+        gradient_bytes=sizes.gradient_bytes,
+        shell_bytes=sizes.shell_bytes,
+        host_arenas=sizes.host_arenas,
+        host_total_bytes=int(psutil.virtual_memory().total),
+        device_limit_bytes=sizes.device_limit_bytes,
+        folder=None if folder is None else str(folder.path),
+        h2d_bytes_per_s=_slowest(job.h2d_bytes_per_s, throttle.link_bytes_per_s),
+        d2h_bytes_per_s=_slowest(job.d2h_bytes_per_s, throttle.link_bytes_per_s),
+        peak_flops_per_s=job.peak_flops_per_s,
+    )
+
+
+def _slowest(*rates: float | None) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)
