@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_run import memory_sample
 
@@ -134,6 +134,7 @@ def test_only_the_user_may_read(tmp_path: Path) -> None:
 # ---- nothing lost, nothing twice ----
 
 
+@settings(deadline=None)
 @given(
     deeds=st.lists(st.sampled_from(["flush", "poll", "late"]) | st.integers(0, 25), max_size=40),
     segment_records=st.integers(1, 12),
@@ -182,6 +183,7 @@ def test_any_order_of_writing_rotating_and_reading(
                 assert seen[-1] == added - 1
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=30), data=st.data())
 def test_files_that_grow_byte_by_byte(cuts: list[int], data: st.DataObject) -> None:
     """What a reader sees of a write in progress, or after a crash: any first part of each file."""
@@ -319,6 +321,7 @@ def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
         assert numbers(tail.poll()) == [0]
 
 
+@settings(deadline=None)
 @given(deeds=st.lists(st.sampled_from(["record", "poll", "flush", "next run", "prepare"]), max_size=30))
 def test_a_new_run_in_the_folder_starts_over(deeds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_run import TracedRun
 
@@ -54,6 +54,7 @@ def untimed(span: Span) -> Span:
     return replace(span, end_s=0.0)
 
 
+@settings(deadline=None)
 @given(st.lists(SPANS | CHANGES | STATS))
 def test_what_is_encoded_comes_back(records: list[Any]) -> None:
     spans = [record for record in records if isinstance(record, Span)]

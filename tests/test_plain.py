@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.plain import from_plain, to_plain
@@ -21,6 +21,7 @@ def through_json(value: object) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_report_survives_json(kind: type[Any]) -> None:
+    @settings(deadline=None)
     @given(st.from_type(kind))
     def check(report: Any) -> None:
         again = from_plain(kind, through_json(report))

@@ -46,9 +46,17 @@ STATUS = Status(
 )
 
 
+class LeisurelyControl(Control):
+    """Layers take their time, as they do on a device: the interpreter is free for others meanwhile."""
+
+    def at_layer(self, position: Position, *on_hold: Any) -> Knobs:
+        time.sleep(0.0002)
+        return super().at_layer(position, *on_hold)
+
+
 def fresh_control() -> Control:
     visits = [(phase, layer) for phase in ("forward", "backward") for layer in range(LAYERS)]
-    return Control(Knobs(1, 2, 0), Checks(knobs=at_most_nine, visits=visits))
+    return LeisurelyControl(Knobs(1, 2, 0), Checks(knobs=at_most_nine, visits=visits))
 
 
 def at_most_nine(knobs: Knobs) -> None:

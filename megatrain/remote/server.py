@@ -131,11 +131,15 @@ class ControlServer:
         return {"accepted": wish.text}
 
     def _tell_what_is_over(self) -> None:
-        for viewer, request, wish in self._pending:
-            if not wish.pending:
+        waiting = []
+        for pending in self._pending:
+            wish = pending.wish
+            if wish.pending:  # asked once: it may change at any moment
+                waiting.append(pending)
+            else:
                 over = {"overtaken": True} if wish.overtaken else {"effect": to_plain(wish.effect)}
-                self._say(viewer, request, over)
-        self._pending = [pending for pending in self._pending if pending.wish.pending]
+                self._say(pending.viewer, pending.request, over)
+        self._pending = waiting
 
     def _say(self, viewer: bytes, request: object, answer: Message) -> None:
         text = json.dumps({"server": self._name, "id": request, **answer}, allow_nan=False)
