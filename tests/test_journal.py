@@ -23,6 +23,7 @@ from traced_run import memory_sample
 
 from megatrain.folder import RunFolder
 from megatrain.journal import Journal, JournalReader, append
+from megatrain.journal import tail as tail_module
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.trace import LayerStats, Marker, Recorder, Records, SlotChange, Span, StepRecord
 
@@ -249,6 +250,26 @@ def test_a_busy_writer_and_several_readers(tmp_path: Path) -> None:
         thread.join(BOUND_S)
         assert not thread.is_alive()
     assert failures == []
+
+
+def test_a_segment_that_is_filled_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    decode = tail_module.decode
+
+    def decode_late(data: bytes, version: int) -> Records:
+        monkeypatch.setattr(tail_module, "decode", decode)
+        for number in range(1, 15):
+            recorder.add(span(number))
+        writer.flush()
+        return decode(data, version)
+
+    with journal(recorder, tmp_path, segment_records=10) as writer, reader(tmp_path) as tail:
+        recorder.add(span(0))
+        writer.flush()
+        monkeypatch.setattr(tail_module, "decode", decode_late)
+        polls = [tail.poll(), tail.poll()]
+        assert [number for records in polls for number in numbers(records)] == list(range(15))
+        assert [records.lost for records in polls] == [0, 0]
 
 
 def test_a_slow_reader_counts_what_rotated_away(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ class RemoteControl:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._link: Link | None = None
-        self._server = ""  # that answered last
         self._ids = count()
         self._pending: dict[int, Wish] = {}
         self._closed = False
@@ -154,9 +153,6 @@ class RemoteControl:
             self._hear(message)
 
     def _hear(self, message: Message) -> None:
-        if message.get("server") != self._server:  # the run that was asked before is no more
-            self._overtake_all()
-            self._server = message.get("server", "")
         if "effect" in message or "overtaken" in message:
             wish = self._pending.pop(message["id"], None)
             if wish is not None and "effect" in message:
@@ -169,9 +165,6 @@ class RemoteControl:
             self._hear_all(self._link)  # the last words of a run that is no more
             self._link.close()
             self._link = None
-        self._overtake_all()
-
-    def _overtake_all(self) -> None:
         for wish in self._pending.values():
             wish.overtake()
         self._pending.clear()

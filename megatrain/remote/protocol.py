@@ -2,7 +2,7 @@
 
 A request is {"id", "do", "with"}; its answer has the same id and one of "accepted" (a wish, in words), "refused"
 (the reason) and "status". An accepted wish is answered once more, with "effect" (a Position, or null for the pause
-between two steps) or "overtaken". Every answer names its server, so that a viewer notices when there is another.
+between two steps) or "overtaken".
 """
 
 from __future__ import annotations

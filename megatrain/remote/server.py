@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +48,6 @@ class ControlServer:
     def __init__(self, folder: str | Path, steering: Steering, status: Callable[[], Status]) -> None:
         self._steering = steering
         self._status = status
-        self._name = uuid.uuid4().hex
         self._pending: list[_Pending] = []
         self._door = Door(folder)
         self._context = Context()
@@ -142,7 +140,7 @@ class ControlServer:
         self._pending = waiting
 
     def _say(self, viewer: bytes, request: object, answer: Message) -> None:
-        text = json.dumps({"server": self._name, "id": request, **answer}, allow_nan=False)
+        text = json.dumps({"id": request, **answer}, allow_nan=False)
         with suppress(Again):
             self._socket.send_multipart([viewer, text.encode()], Flag.NOBLOCK)
 
