@@ -118,6 +118,29 @@ def demo(
     raise typer.Exit(0 if run_demo(run_dir, steps=steps, minutes=minutes) else 1)
 
 
+@app.command()
+def dashboard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run (its run_dir).", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine to serve on; 0 takes any.")] = 0,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page, or only print its address.")
+    ] = True,
+) -> None:
+    """Show a run in the browser, live or after its end, without JupyterLab. Ctrl-C ends the page, never the run.
+
+    Only this machine can reach the page, and only with the token in its address. From another machine, forward the
+    port (ssh -L 8866:127.0.0.1:8866 HOST, with --port 8866 there) and open the printed address.
+    Exit code 0: ended by Ctrl-C; 2: wrong use, such as a folder that is no run.
+    """
+    from dashboard.viewer import serve
+
+    try:
+        serve(run, port, open_browser=browser)
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(WRONG_USE) from None
+
+
 def _print_plan(model: str, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int) -> bool:
     from megatrain.anatomy.presets import named_config
     from megatrain.plan import plan as plan_run
