@@ -39,13 +39,13 @@ def test_help_starts_without_torch() -> None:
     code = """
 import sys
 from megatrain.cli import main
-for arguments in (["--help"], ["plan", "--help"]):
+for arguments in (["--help"], ["plan", "--help"], ["dashboard", "--help"]):
     sys.argv = ["megatrain", *arguments]
     try:
         main()
     except SystemExit as end:
         assert not end.code, end.code
-heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
+heavy = {"torch", "transformers", "numpy", "voila"} & sys.modules.keys()
 assert not heavy, heavy
 """
     done = run_python(code)
@@ -145,6 +145,54 @@ def test_an_unknown_name_without_a_network_is_told_in_a_line() -> None:
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
     assert "no configuration found for 'no-one/no-model'" in line
+
+
+# ---- dashboard ----
+
+
+def test_dashboard_help_says_who_can_reach_the_page_and_how() -> None:
+    result = invoke("dashboard", "--help")
+    assert result.exit_code == 0
+    words = " ".join(result.output.split())
+    assert "Ctrl-C ends the page, never the run." in words
+    assert "ssh -L 8866:127.0.0.1:8866 HOST" in words
+    assert "Exit code 0: ended by Ctrl-C; 2: wrong use, such as a folder that is no run." in words
+    for option in ("--port", "--no-browser"):
+        assert option in words
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {"port": 0, "open_browser": True}),
+        (["--port", "8866", "--no-browser"], {"port": 8866, "open_browser": False}),
+    ],
+)
+def test_dashboard_serves_the_run(
+    options: list[str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "dashboard.viewer.serve",
+        lambda run, port, *, open_browser: served.append({"run": run, "port": port, "open_browser": open_browser}),
+    )
+    assert invoke("dashboard", "runs/mine", *options).exit_code == 0
+    assert served == [{"run": Path("runs/mine")} | expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/folder"], "Error: a run's folder is needed; /no/such/folder is no folder"),
+        ([], "Missing argument 'RUN'"),
+        (["run", "--port", "70000"], "Invalid value for '--port'"),
+    ],
+)
+def test_wrong_use_of_dashboard_is_told_in_a_line(arguments: list[str], words: str) -> None:
+    result = invoke("dashboard", *arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 # ---- sizes ----

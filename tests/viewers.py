@@ -66,12 +66,19 @@ class RunningViewer:
         return self.url.split("?")[0]
 
     def kernels(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process(self.process.pid).children() if "ipykernel" in str(child.cmdline())]
+        return list(filter(_is_kernel, psutil.Process(self.process.pid).children()))
 
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(END_S)
+
+
+def _is_kernel(process: psutil.Process) -> bool:
+    try:
+        return "ipykernel" in str(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
 
 
 @contextmanager
