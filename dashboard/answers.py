@@ -34,11 +34,11 @@ class Answers:
     def html(self) -> str:
         """A list for a status region: what is new is read out by screen readers."""
         items = "".join(f"<li>{_entry(entry)}</li>" for entry in self._entries.copy())
-        return f'<ul role="status" aria-live="polite" class="mt-answers">{items}</ul>'
+        return f'<div class="mt"><ul role="status" aria-live="polite">{items}</ul></div>'
 
 
 def _entry(entry: Wish | Remark) -> str:
     if isinstance(entry, Remark):
-        return f'<b class="mt-wrong">{escape(entry.text)}</b>' if entry.wrong else escape(entry.text)
+        return f'<b class="wrong">{escape(entry.text)}</b>' if entry.wrong else escape(entry.text)
     mark = "…" if entry.pending else "✗" if entry.overtaken else "✓"
     return f"{mark} {escape(str(entry))}"

@@ -20,6 +20,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dashboard.axis import Axis
+
 Column = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -63,16 +65,24 @@ class Pieces(Generic[T]):
             records,
         )
 
+    def on(self, axis: Axis) -> Pieces[T]:
+        """The same in seconds of the drawing, without what went on only while no time passed there."""
+        start_s, end_s = axis.seconds(self.start_s), axis.seconds(self.end_s)
+        kept = np.flatnonzero((end_s > start_s) | (self.end_s == self.start_s))
+        return self._chosen(kept, start_s, end_s)
+
     def ordered(self) -> Pieces[T]:
         """The same in order of time."""
-        order = np.argsort(self.start_s, kind="stable")
+        return self._chosen(np.argsort(self.start_s, kind="stable"), self.start_s, self.end_s)
+
+    def _chosen(self, indices: npt.NDArray[np.intp], start_s: Floats, end_s: Floats) -> Pieces[T]:
         return Pieces(
-            self.start_s[order],
-            self.end_s[order],
-            self.row[order],
-            self.kind[order],
-            self.layer[order],
-            [self.records[index] for index in order.tolist()],
+            start_s[indices],
+            end_s[indices],
+            self.row[indices],
+            self.kind[indices],
+            self.layer[indices],
+            [self.records[index] for index in indices.tolist()],
         )
 
 
@@ -109,7 +119,7 @@ class Bars:
 
 def make_bars(
     pieces: Pieces[T],
-    origin_s: float,
+    axis: Axis,
     names: Sequence[str],
     describe: Callable[[T], Words],
     limit: int = LIMIT,
@@ -117,10 +127,10 @@ def make_bars(
 ) -> Bars:
     """Return bars in order of time; no more than `limit` in all (or one per kind and row).
 
-    origin_s: the second that becomes millisecond 0. names: of the kinds. follow: a layer to keep apart from others.
+    axis: the time of the drawing. names: of the kinds. follow: a layer to keep apart from others.
     describe: called only for records that get a bar of their own, since text is what costs time.
     """
-    pieces = pieces.ordered()
+    pieces = pieces.on(axis).ordered()
     part, group = _places(pieces, limit, follow)
     _, first, cluster, count = np.unique(
         part * (group.max(initial=0) + 1) + group, return_index=True, return_inverse=True, return_counts=True
@@ -135,7 +145,7 @@ def make_bars(
         )
     ]
     return Bars(
-        start_ms=((start_s - origin_s) * 1e3).astype(np.float32),
+        start_ms=(start_s * 1e3).astype(np.float32),
         duration_ms=(length_s * 1e3).astype(np.float32),
         row=pieces.row[first].astype(np.float32),
         kind=pieces.kind[first].astype(np.float32),

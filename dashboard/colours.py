@@ -31,6 +31,7 @@ WAIT_COLOURS = {
     "gradient buffer": PURPLE,
     "saved inputs": VERMILLION,
     "optimizer": GREEN,
+    "paused": YELLOW,
     "other": GREY,
 }
 STATE_COLOURS = {

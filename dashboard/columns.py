@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
 
+from dashboard.axis import Axis, Window
 from dashboard.bars import LIMIT, NO_LAYER, Bars, Pieces, Words, make_bars
 from dashboard.colours import OP_COLOURS, STATE_COLOURS, WAIT_COLOURS
 from dashboard.curves import Lines
-from dashboard.history import History, Window
+from dashboard.history import History
 from dashboard.layers import HeatMap, LayerRow, heat_map
 from dashboard.words import layer_name, marker_label, marker_words, milliseconds, span_words, state_word, wait_words
 from megatrain.report import RunInfo
@@ -81,17 +82,18 @@ def make_frame(
 
     info, planned_bytes: what limits are drawn from. rows: of the heat map, by default those of the newest step.
     """
-    bars = lane_bars(history.spans(window), history.waits(window), window, most_bars, follow)
-    buffers, names = buffer_bars(history.changes(window), window, most_segments, follow)
+    axis = Axis(window, history.held(window))
+    bars = lane_bars(history.spans(window), history.waits(window), axis, most_bars, follow)
+    buffers, names = buffer_bars(history.changes(window), axis, most_segments, follow)
     sample = history.newest_memory
     return Frame(
-        width_ms=(window.end_s - window.start_s) * 1e3,
+        width_ms=axis.width_ms,
         work=bars.where(bars.kind < len(OPS)),
         waits=bars.where(bars.kind >= len(OPS)),
         buffers=buffers,
         buffer_names=names,
-        steps=step_flags(history.steps, window),
-        markers=marker_flags(history.markers, window),
+        steps=step_flags(history.steps, axis),
+        markers=marker_flags(history.markers, axis),
         memory=history.memory_lines(),
         per_step=history.step_lines(),
         layers=heat_map(history.layer_rows() if rows is None else rows),
@@ -119,16 +121,18 @@ def limits_of(info: RunInfo | None, planned_bytes: int) -> dict[str, float]:
 
 
 def lane_bars(
-    spans: Iterable[Span], waits: Iterable[Wait], window: Window, limit: int = LIMIT, follow: int | None = None
+    spans: Iterable[Span], waits: Iterable[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
 ) -> Bars:
     """Return bars of spans, and of the seconds in which compute waited, in the row of compute; rows are ROWS."""
     rows: list[tuple[float, float, int, int, int, Span | Wait]] = [
         (span.start_s, span.end_s, _ROW[span.lane], _OP[span.op], _layer(span.layer), span) for span in spans
     ]
     rows += [
-        (wait.start_s, wait.end_s, _ROW["compute"], _CAUSE[wait.cause], _layer(wait.layer), wait) for wait in waits
+        (wait.start_s, wait.end_s, _ROW["compute"], _CAUSE[wait.cause], _layer(wait.layer), wait)
+        for wait in waits
+        if wait.cause != "paused"  # no time passes meanwhile
     ]
-    return make_bars(Pieces.of(rows), window.start_s, KINDS, _describe, limit, follow)
+    return make_bars(Pieces.of(rows), axis, KINDS, _describe, limit, follow)
 
 
 _ROW = {lane: row for row, lane in enumerate(ROWS)}
@@ -149,46 +153,46 @@ def _describe(record: Span | Wait) -> Words:
     return Words("emb/head" if record.layer is None else str(record.layer), span_words(record))
 
 
-def step_flags(steps: Sequence[StepRecord], window: Window) -> list[Flag]:
+def step_flags(steps: Sequence[StepRecord], axis: Axis) -> list[Flag]:
     """Return a flag where each step begins, of the running one too, at the end of the last."""
     flags = [
-        Flag((step.start_s - window.start_s) * 1e3, f"step {step.step}")
+        Flag(axis.ms(step.start_s), f"step {step.step}")
         for step in steps
-        if window.start_s <= step.start_s < window.end_s
+        if axis.window.start_s <= step.start_s < axis.window.end_s
     ]
-    if steps and window.start_s <= steps[-1].end_s < window.end_s:
-        flags.append(Flag((steps[-1].end_s - window.start_s) * 1e3, f"step {steps[-1].step + 1}"))
+    if steps and axis.window.start_s <= steps[-1].end_s < axis.window.end_s:
+        flags.append(Flag(axis.ms(steps[-1].end_s), f"step {steps[-1].step + 1}"))
     return flags
 
 
-def marker_flags(markers: Iterable[Marker], window: Window) -> list[Flag]:
+def marker_flags(markers: Iterable[Marker], axis: Axis) -> list[Flag]:
     """Return a flag for each marker of the window; those that would lie on each other share one."""
-    near_ms = CROWDED * (window.end_s - window.start_s) * 1e3
+    near_ms = CROWDED * axis.width_ms
     groups: list[list[Marker]] = []
     for marker in markers:
-        if not window.start_s <= marker.time_s <= window.end_s:
+        if not axis.window.start_s <= marker.time_s <= axis.window.end_s:
             continue
-        if groups and (marker.time_s - groups[-1][0].time_s) * 1e3 < near_ms:
+        if groups and axis.ms(marker.time_s) - axis.ms(groups[-1][0].time_s) < near_ms:
             groups[-1].append(marker)
         else:
             groups.append([marker])
-    return [_flag(group, window.start_s) for group in groups]
+    return [_flag(group, axis) for group in groups]
 
 
-def _flag(markers: list[Marker], origin_s: float) -> Flag:
+def _flag(markers: list[Marker], axis: Axis) -> Flag:
     more = f" +{len(markers) - 1}" if len(markers) > 1 else ""
     hover = "<br><br>".join(marker_words(marker) for marker in markers[:12])
-    return Flag((markers[0].time_s - origin_s) * 1e3, marker_label(markers[0]) + more, hover)
+    return Flag(axis.ms(markers[0].time_s), marker_label(markers[0]) + more, hover)
 
 
 # ---- buffers ----
 
 
 def buffer_bars(
-    changes: Iterable[SlotChange], window: Window, limit: int = LIMIT, follow: int | None = None
+    changes: Iterable[SlotChange], axis: Axis, limit: int = LIMIT, follow: int | None = None
 ) -> tuple[Bars, list[str]]:
     """Return the bars of the device buffers that exist in the window, and the names of their rows."""
-    segments = buffer_segments(changes, window)
+    segments = buffer_segments(changes, axis.window)
     buffers = sorted({_buffer(segment.change) for segment in segments})
     row = {buffer: number for number, buffer in enumerate(buffers)}
     rows = [
@@ -197,7 +201,7 @@ def buffer_bars(
     ]
     names = [f"{get_args(SlotKind)[kind]} {slot}" for kind, slot in buffers]
     words = [state_word(state) for state in STATES]
-    return make_bars(Pieces.of(rows), window.start_s, words, _describe_segment, limit, follow), names
+    return make_bars(Pieces.of(rows), axis, words, _describe_segment, limit, follow), names
 
 
 def buffer_segments(changes: Iterable[SlotChange], window: Window) -> list[Segment]:

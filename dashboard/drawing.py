@@ -8,9 +8,10 @@ import ipywidgets as widgets
 
 from dashboard import panels
 from dashboard.answers import Answers
+from dashboard.axis import Window
 from dashboard.columns import LIVE_BARS, LIVE_SEGMENTS, Frame, make_frame
 from dashboard.figures import forget, layer_at, update_figure
-from dashboard.history import History, Window
+from dashboard.history import History
 from dashboard.layers import LayerRow
 from dashboard.live_figure import LiveFigure
 from dashboard.view import View

@@ -18,6 +18,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.basedatatypes import Undefined
 
+from dashboard.axis import Window
 from dashboard.bars import NO_LAYER, Bars
 from dashboard.colours import (
     BLUE,
@@ -35,7 +36,7 @@ from dashboard.colours import (
     YELLOW,
 )
 from dashboard.columns import ROWS, Flag, Frame, make_frame
-from dashboard.history import History, Window
+from dashboard.history import History
 from dashboard.layers import QUANTITIES, HeatMap
 from dashboard.places import (
     BOTTOM,
@@ -60,8 +61,8 @@ from dashboard.places import (
     WIDE,
     legend_text,
 )
+from dashboard.words import LANE_WORDS
 
-ROW_NAMES = {"h2d": "weights in", "compute": "compute", "d2h": "gradients out", "host": "optimizer"}
 NORM_RIGHT, FLOPS_RIGHT = 13, 14  # y axes on the right of two plots
 NAMES_AT, FLAGS_AT = -1.3, -0.78  # heights of step names and markers, above the rows of the timeline
 CEILING, FLOOR = -1.65, len(ROWS) - 0.5  # edges of the timeline, whose rows count downwards
@@ -437,7 +438,7 @@ def _layout() -> go.Layout:
 
 
 def _named_rows(layout: go.Layout) -> go.Layout:
-    rows = [ROW_NAMES[row] + GAP for row in ROWS]
+    rows = [LANE_WORDS[row] + GAP for row in ROWS]
     quantities = [name + GAP for name in QUANTITIES.values()]
     layout[_axis("y", NORM_RIGHT)].tickformat = "~e"
     layout.yaxis.update(range=[FLOOR, CEILING], tickvals=list(range(len(rows))), ticktext=rows)

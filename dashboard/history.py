@@ -10,12 +10,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple, get_args
+from typing import get_args
 
+from dashboard.axis import Interval, Window
 from dashboard.curves import Curve, Lines, largest, mean
 from dashboard.gradients import GradientWay, HostGradient
 from dashboard.layers import LayerRow, rows_of_step
 from megatrain.trace import (
+    HELD,
     LayerStats,
     Marker,
     MemorySample,
@@ -49,13 +51,6 @@ STEP_COLUMNS = (
 )
 
 
-class Window(NamedTuple):
-    """Seconds of the run that the timeline shows."""
-
-    start_s: float
-    end_s: float
-
-
 class History:
     """What is known of one run. peak_flops_per_s: of the device, for MFU; None = not known."""
 
@@ -70,6 +65,7 @@ class History:
         """Forget everything: the run began anew."""
         self.steps: list[StepRecord] = []
         self.markers: list[Marker] = []
+        self._held: list[Interval] = []
         self.newest_memory: MemorySample | None = None
         self.lost = 0
         self._spans = _Spans(SPANS)
@@ -100,7 +96,9 @@ class History:
         }
         for change in sorted(records.slots, key=lambda change: change.time_s):
             self._changes.setdefault(_buffer(change), _Changes(CHANGES)).add(change)
-        for marker in records.markers:
+        held = [_interval(marker) for marker in records.markers if marker.name == HELD]
+        self._held = sorted([*self._held, *held])[-MARKERS:]
+        for marker in (marker for marker in records.markers if marker.name != HELD):
             insort(self.markers, marker, key=lambda marker: marker.time_s)
         del self.markers[:-MARKERS]
         self._add_memory(records.memory)
@@ -152,8 +150,8 @@ class History:
             return
         self._rows.pop(record.step, None)
         spans = self._spans.between(record.start_s, record.end_s)
-        self._metrics[record.step] = step_metrics(spans, record, self.peak_flops_per_s)
-        self._waits[record.step] = compute_waits(spans, record.start_s, record.end_s)
+        self._metrics[record.step] = step_metrics(spans, record, self.peak_flops_per_s, self._held)
+        self._waits[record.step] = compute_waits(spans, record.start_s, record.end_s, self._held)
 
     def _row(self, record: StepRecord) -> list[float]:
         seconds = record.end_s - record.start_s
@@ -249,7 +247,7 @@ class History:
         known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
         edges = [start_s, *(edge for record in known for edge in (record.start_s, record.end_s)), end_s]
         between = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
-        found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part)]
+        found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part, self._held)]
         found += self._tail_waits(between[-1]) if between else []
         return found + [wait for record in known for wait in self._waits[record.step]]
 
@@ -266,6 +264,10 @@ class History:
 
     def _records_within(self, start_s: float, end_s: float) -> list[StepRecord]:
         return [r for r in self.steps[-DETAILED:] if r.start_s >= start_s and r.end_s <= end_s]
+
+    def held(self, window: Window) -> list[Interval]:
+        """When the run was held by its user, as far as it touches the window."""
+        return [(start_s, end_s) for start_s, end_s in self._held if end_s > window.start_s and start_s < window.end_s]
 
     def changes(self, window: Window) -> list[SlotChange]:
         """Changes of device buffers inside the window, and of each buffer the last before it."""
@@ -359,6 +361,11 @@ class _Changes:
     def reaching(self, window: Window) -> list[SlotChange]:
         first = max(0, bisect_right(self._times, window.start_s) - 1)
         return self.items[first : bisect_left(self._times, window.end_s)]
+
+
+def _interval(marker: Marker) -> Interval:
+    """A marker of a hold says, as old and new value, from when to when."""
+    return float(str(marker.old)), float(str(marker.new))
 
 
 def _start(span: Span) -> float:

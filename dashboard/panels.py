@@ -16,6 +16,7 @@ from dashboard.colours import GRADIENT_COLOURS, STATE_COLOURS
 from dashboard.history import RECENT_STEPS, History
 from dashboard.layers import QUANTITIES, LayerRow
 from dashboard.words import (
+    LANE_WORDS,
     WORTH_MENTIONING,
     duration,
     gigabytes_per_s,
@@ -30,15 +31,18 @@ from megatrain.trace import MemorySample, SlotChange, StepMetrics, StepRecord
 STYLE = (
     "<style>"
     ".mt{font:13px/1.45 system-ui,sans-serif;color:inherit;margin:0 0 10px}"
-    ".mt h3{font-size:13px;font-weight:600;margin:0 0 4px}.mt ul,.mt ol,.mt dl{margin:0;padding:0;list-style:none}"
+    ".mt h3{font-size:13px;font-weight:600;margin:0 0 4px}.mt ul,.mt ol{margin:0;padding:0;list-style:none}"
+    ".mt p{margin:0 0 4px}.mt .side{display:flex;flex-wrap:wrap;gap:8px 32px}"
+    ".mt .wrong{border-left:4px solid #D55E00;padding-left:6px}"
     ".mt .boxes{display:flex;flex-wrap:wrap;gap:4px;margin-bottom:8px}"
     ".mt .box{border:1px solid rgba(128,128,128,.5);border-left:6px solid var(--c);border-radius:3px;padding:2px 8px;"
     "min-width:84px}.mt .box b{display:block;font-size:15px}.mt small{opacity:.75}"
     ".mt .cells{display:flex;flex-wrap:wrap;gap:2px}.mt .cells li{width:22px;height:18px;font-size:10px;"
     "line-height:18px;text-align:center;border-radius:2px;background:var(--c);color:var(--i,inherit)}"
     ".mt .key i{display:inline-block;width:10px;height:10px;border-radius:2px;background:var(--c);margin:0 4px 0 10px}"
-    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt dt{opacity:.75;font-size:12px}"
-    ".mt dd{margin:0;font-size:15px;font-variant-numeric:tabular-nums}"
+    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt .facts span,.mt .facts b{display:block;white-space:nowrap}"
+    ".mt .facts span{opacity:.75;font-size:12px}"
+    ".mt .facts b{font-size:15px;font-weight:400;font-variant-numeric:tabular-nums}"
     ".mt table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     ".mt th,.mt td{padding:2px 10px;text-align:right;border-bottom:1px solid rgba(128,128,128,.3);white-space:nowrap}"
     ".mt caption{text-align:left;font-weight:600;padding-bottom:4px}.mt .error{white-space:pre-wrap}"
@@ -189,16 +193,11 @@ def held_panel(status: Status, buffers: Iterable[SlotChange] = ()) -> str:
     if status.held is None:
         return ""
     place = f"Held before {status.position}" if status.position is not None else "Held"
-    lanes = "".join(f"<dt>{escape(lane)}</dt><dd>{_words(at)}</dd>" for lane, at in status.lanes.items())
+    lanes = "".join(f"<li>{LANE_WORDS.get(lane, lane)}: {_words(at)}</li>" for lane, at in status.lanes.items())
     held = list(buffers)
-    return _panel(
-        place,
-        f'<h3>Lanes</h3><dl class="facts">{lanes}</dl>'
-        + (f"<h3>Buffers</h3>{_boxes(held)}" if held else "")
-        + _tensors(status.held)
-        + _next(status.held.next),
-        title=True,
-    )
+    parts = [f"<h3>Lanes</h3><ul>{lanes}</ul>", _tensors(status.held), _next(status.held.next)]
+    beside = "".join(f"<div>{part}</div>" for part in parts if part)
+    return _panel(place, (_boxes(held) if held else "") + f'<div class="side">{beside}</div>', title=True)
 
 
 def _words(at: Sequence[str]) -> str:
@@ -268,5 +267,5 @@ def _panel(label: str, body: str, *, title: bool = False) -> str:
 
 
 def _facts(facts: dict[str, str]) -> str:
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-    return f'<dl class="facts">{items}</dl>'
+    items = "".join(f"<li><span>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in facts.items())
+    return f'<ul class="facts">{items}</ul>'

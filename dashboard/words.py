@@ -18,6 +18,12 @@ KNOB_WORDS: dict[str, str] = {
     "resident_layers": "resident",
     "micro_batch_size": "micro-batch",
 }
+LANE_WORDS: dict[str, str] = {
+    "h2d": "weights in",
+    "compute": "compute",
+    "d2h": "gradients out",
+    "host": "optimizer",
+}
 WORTH_MENTIONING = 0.02  # of a step
 
 BOUND: dict[WaitCause, str] = {
@@ -111,9 +117,9 @@ def marker_words(marker: Marker) -> str:
 
 
 def advice(metrics: StepMetrics, record: StepRecord) -> str:
-    """Return what binds in a step and what to turn, with numbers."""
-    cause = max(metrics.waits_s, key=lambda cause: metrics.waits_s[cause])
-    share = metrics.waits_s[cause] / metrics.duration_s
+    """Return what binds in a step and what to turn, with numbers; what the user held is no wait."""
+    cause = max(BOUND, key=lambda cause: metrics.waits_s[cause])
+    share = metrics.waits_s[cause] / metrics.active_s
     if share < WORTH_MENTIONING:
         return f"Nothing binds: compute was busy for {percent(metrics.compute_share)} of step {metrics.step}."
     bound = BOUND[cause].format(share=percent(share), step=metrics.step)

@@ -35,7 +35,7 @@ from megatrain.room import Room
 from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
 from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
 from megatrain.steering import Knobs, Position
-from megatrain.trace import LayerStats, Marker, Recorder, StepRecord
+from megatrain.trace import HELD, LayerStats, Marker, Recorder, StepRecord
 from megatrain.update import Hyperparameters, weight_norm
 
 log = logging.getLogger("megatrain")
@@ -93,6 +93,7 @@ class StreamingEngine:
         self._closed = False
         self._step = 0
         self._paused = False  # as the record has it
+        self._held_from_s: float | None = None
         self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
         self._names = list(model.state_dict())
@@ -271,11 +272,16 @@ class StreamingEngine:
                 self._executor.wait(number)
             self._tell("paused", self._paused, True, visit.layer)
             self._paused = self._executor.inspecting = True
+            self._held_from_s = self._held_from_s or self.recorder.now()
             coming = self._schedule.preview(state.shape, visit, knobs)
             self.held = replace(self._executor.inspected, next=[op.words for op in coming])
 
         knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer), on_hold)
         self.held = None
+        if self._held_from_s is not None:
+            now_s, since_s = self.recorder.now(), self._held_from_s
+            self._held_from_s = None
+            self.recorder.add(Marker(now_s, HELD, since_s, now_s, state.number, visit.layer))
         if self._paused and not self.control.stepping:
             self._tell("paused", True, False, visit.layer)
             self._paused = self._executor.inspecting = False

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dashboard.axis import Axis, Window
 from dashboard.bars import NO_LAYER, Bars, Pieces, Words, make_bars
 
 NAMES = ("a", "b", "c")
@@ -17,7 +18,12 @@ def pieces(parts: list[Part]) -> Pieces[int]:
 
 def bars(parts: list[Part], limit: int, follow: int | None = None, origin_s: float = 0.0) -> Bars:
     return make_bars(
-        pieces(parts), origin_s, NAMES, lambda number: Words(str(number), f"piece {number}"), limit, follow
+        pieces(parts),
+        Axis(Window(origin_s, origin_s + 100)),
+        NAMES,
+        lambda number: Words(str(number), f"piece {number}"),
+        limit,
+        follow,
     )
 
 

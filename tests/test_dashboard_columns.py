@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced_run import TracedRun, memory_sample
 
+from dashboard.axis import Axis, Window
 from dashboard.bars import NO_LAYER, Bars
 from dashboard.columns import (
     CAUSES,
@@ -22,7 +23,7 @@ from dashboard.columns import (
     marker_flags,
     step_flags,
 )
-from dashboard.history import History, Window
+from dashboard.history import History
 from megatrain.report import RunInfo
 from megatrain.trace import Marker, Records, SlotChange, Span, StepRecord, Wait
 
@@ -54,7 +55,7 @@ def test_nothing_to_draw() -> None:
 
 def test_one_span() -> None:
     load = Span("h2d", "load", 7, 3, None, 1, 10.25, 10.5, 5_000_000_000)
-    bars = lane_bars([load], [], Window(10.0, 11.0))
+    bars = lane_bars([load], [], Axis(Window(10.0, 11.0)))
     assert (bars.start_ms, bars.duration_ms, bars.row, bars.count) == ([250], [250], [ROWS.index("h2d")], [1])
     assert (bars.label, bars.layer, ops(bars)) == (["3"], [3], ["load"])
     assert bars.hover == ["<b>load</b>, layer 3, step 7<br>buffer 1<br>5 GB at 20 GB/s<br>250 ms"]
@@ -62,7 +63,7 @@ def test_one_span() -> None:
 
 def test_a_span_of_the_shell_and_a_micro_batch() -> None:
     head = Span("compute", "head", 7, None, 2, None, 0.0, 1.5, 0)
-    bars = lane_bars([head], [], Window(0.0, 2.0))
+    bars = lane_bars([head], [], Axis(Window(0.0, 2.0)))
     assert (bars.label, bars.layer) == (["emb/head"], [NO_LAYER])
     assert bars.hover == ["<b>head</b>, shell (embeddings, norm, head), step 7<br>micro-batch 2<br>1.50 s"]
 
@@ -109,22 +110,22 @@ def test_a_state_lasts_until_the_next_change_and_is_cut_to_the_window() -> None:
 
 
 def test_a_removed_buffer_is_not_drawn() -> None:
-    bars, names = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Window(0, 9))
+    bars, names = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Axis(Window(0, 9)))
     assert (states(bars), names) == (["ready"], ["weights 2"])
     assert bars.duration_ms == [1000]
-    gone_before = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Window(5, 9))
+    gone_before = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Axis(Window(5, 9)))
     assert (len(gone_before[0]), gone_before[1]) == (0, [])
 
 
 def test_a_change_that_changes_nothing_goes_on() -> None:
     changes = [change(0, 0, "in_use", 1), change(1, 0, "in_use", 1), change(2, 0, "in_use", 2)]
-    bars, _ = buffer_bars(changes, Window(0, 3))
+    bars, _ = buffer_bars(changes, Axis(Window(0, 3)))
     assert (bars.duration_ms.tolist(), bars.label) == ([2000, 1000], ["1", "2"])
 
 
 def test_rows_are_weights_and_then_gradients_by_number() -> None:
     changes = [change(0, 1, "free", kind="gradients"), change(0, 1, "ready", 5), change(0, 0, "loading", 6)]
-    bars, names = buffer_bars(changes, Window(0, 1))
+    bars, names = buffer_bars(changes, Axis(Window(0, 1)))
     assert names == ["weights 0", "weights 1", "gradients 1"]
     assert dict(zip(states(bars), bars.row.tolist(), strict=True)) == {"loading": 0, "ready": 1, "free": 2}
     assert "<b>weights buffer 1: loaded, not in use</b><br>layer 5<br>1.00 s" in bars.hover
@@ -142,9 +143,9 @@ def test_segments_of_a_buffer_follow_each_other_without_gaps(rows: list[tuple[in
 
 
 def test_flags_of_steps_count_from_the_window_and_tell_of_the_one_that_runs() -> None:
-    flags = step_flags([step(0), step(1), step(2)], Window(1, 2))
+    flags = step_flags([step(0), step(1), step(2)], Axis(Window(1, 2)))
     assert [(flag.time_ms, flag.text) for flag in flags] == [(0, "step 1")]
-    running = step_flags([step(0), step(1)], Window(1, 2))
+    running = step_flags([step(0), step(1)], Axis(Window(1, 2)))
     assert [(flag.time_ms, flag.text) for flag in running] == [(0, "step 1"), (500, "step 2")]
 
 
@@ -162,7 +163,7 @@ def test_flags_of_steps_count_from_the_window_and_tell_of_the_one_that_runs() ->
     ],
 )
 def test_a_marker_is_a_short_text_and_says_where_it_took_effect(name: str, old: object, new: object, text: str) -> None:
-    (flag,) = marker_flags([Marker(3.5, name, old, new, 3, 4)], Window(3, 4))
+    (flag,) = marker_flags([Marker(3.5, name, old, new, 3, 4)], Axis(Window(3, 4)))
     assert (flag.time_ms, flag.text) == (500, text)
     assert flag.hover.startswith(f"<b>{text}</b>")
     assert flag.hover.endswith("since step 3, layer 4")
@@ -170,7 +171,7 @@ def test_a_marker_is_a_short_text_and_says_where_it_took_effect(name: str, old: 
 
 def test_markers_that_would_lie_on_each_other_share_a_flag() -> None:
     markers = [Marker(time_s, "paused", False, True, 0, None) for time_s in (0.0, 0.1, 0.2, 5.0)]
-    flags = marker_flags(markers, Window(0, 10))
+    flags = marker_flags(markers, Axis(Window(0, 10)))
     assert [flag.text for flag in flags] == ["paused +2", "paused"]
     assert flags[0].hover.count("since step 0") == 3
 
@@ -208,4 +209,4 @@ def test_a_gpu_is_known_by_its_memory() -> None:
 
 
 def test_a_wait_of_the_shell_has_no_layer() -> None:
-    assert lane_bars([], [Wait(0, 1, "other", None)], Window(0, 1)).layer.tolist() == [NO_LAYER]
+    assert lane_bars([], [Wait(0, 1, "other", None)], Axis(Window(0, 1))).layer.tolist() == [NO_LAYER]

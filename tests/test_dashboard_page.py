@@ -61,4 +61,4 @@ def test_what_a_viewer_remembers_can_be_written_too(tmp_path: Path) -> None:
     info = RunInfo("m", 6, 9, 1, 0.0, "cpu", 1, 1, 1, {"moments": 10**9}, 64 * 10**9, 8 * 10**9)
     write_page(tmp_path / "run.html", History(TracedRun().steps(2).snapshot()), "a run", info=info)
     text = (tmp_path / "run.html").read_text()
-    assert "<dt>moments</dt><dd>1 GB</dd>" in text
+    assert "<span>moments</span><b>1 GB</b>" in text

@@ -116,9 +116,8 @@ def test_what_is_held() -> None:
     status = replace(RUNNING, state=RunState.PAUSED, lanes=lanes, held=held)
     html = panels.held_panel(status, [SlotChange(0, "weights", 0, "ready", 4, 3)])
     words = text(html)
-    assert words.startswith(
-        "Held before step 3, backward of layer 4 Lanes h2d load of layer 5 compute idle d2h unload 2"
-    )
+    assert words.startswith("Held before step 3, backward of layer 4 weights 0 layer 4 loaded, not in use")
+    assert "Lanes weights in: load of layer 5 compute: idle gradients out: unload 2" in words
     assert "then unload 1" in words
     assert "weights 0 layer 4 loaded, not in use" in words
     assert "gradient of its output 0.01 1.25 8 3 of its input – – – –" in words

@@ -1,9 +1,10 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from dashboard.words import advice, count, duration, milliseconds, percent, size
-from megatrain.trace import Span, StepMetrics, StepRecord, step_metrics
+from megatrain.trace import Span, StepMetrics, StepRecord, WaitCause, step_metrics
 
 RECORD = StepRecord(12, 0.0, 10.0, 2.0, 1.0, 1e-4, 2000, 2000, 10**12, 1, 4, None)
 
@@ -85,7 +86,8 @@ def test_other_things_bind() -> None:
 
 def test_a_step_without_compute_promises_no_number() -> None:
     assert "More tokens per step would hide them." in advice(
-        replace(metrics(span("h2d", "load", 0, 9)), waits_s={"weights": 9.0}), RECORD
+        replace(metrics(span("h2d", "load", 0, 9)), waits_s=dict.fromkeys(get_args(WaitCause), 0.0) | {"weights": 9.0}),
+        RECORD,
     )
 
 
@@ -115,3 +117,10 @@ def test_counts(number: float, words: str) -> None:
 )
 def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_what_the_user_held_is_no_wait() -> None:
+    spans = [span("compute", "forward", 0, 2), span("compute", "backward", 9, 10)]
+    held = step_metrics(spans, RECORD, held=[(2.0, 9.0)])
+    assert advice(held, RECORD) == "Nothing binds: compute was busy for 100% of step 12."
+    assert held.tokens_per_s == pytest.approx(2000 / 3)

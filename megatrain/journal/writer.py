@@ -16,8 +16,8 @@ from megatrain.trace import LayerStats, Marker, MemorySample, Recorder, SlotChan
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_RECORDS = 32 * 1024 * 1024 // RECORD_BYTES
-KEEP_SEGMENTS = 8
+SEGMENT_RECORDS = 2 * 1024 * 1024 // RECORD_BYTES  # with all that are kept, a million: seconds for a late viewer
+KEEP_SEGMENTS = 16
 
 
 class Journal:

@@ -7,6 +7,7 @@ from megatrain.trace.memory import MemorySampler
 from megatrain.trace.metrics import StepMetrics, step_metrics
 from megatrain.trace.recorder import Recorder, Records
 from megatrain.trace.records import (
+    HELD,
     Lane,
     LayerStats,
     Marker,
@@ -21,6 +22,7 @@ from megatrain.trace.records import (
 from megatrain.trace.waits import Wait, WaitCause, compute_waits
 
 __all__ = [
+    "HELD",
     "Lane",
     "LayerStats",
     "Marker",

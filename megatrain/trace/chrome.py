@@ -19,7 +19,7 @@ from typing import Any, get_args
 from megatrain.trace.files import write_atomically
 from megatrain.trace.flows import flow_chains
 from megatrain.trace.recorder import Recorder, Records
-from megatrain.trace.records import Lane, Marker, MemorySample, SlotChange, SlotKind, Span, StepRecord
+from megatrain.trace.records import HELD, Lane, Marker, MemorySample, SlotChange, SlotKind, Span, StepRecord
 
 Event = dict[str, Any]
 
@@ -52,7 +52,7 @@ def _events(records: Records, start_s: float, end_s: float) -> Iterator[Event]:
     yield from _flows(spans, inside)
     yield from (_step(step) for step in records.steps if step.end_s >= start_s and step.start_s <= end_s)
     yield from (event for event in _counters(records) if start_s <= event["ts"] / 1e6 <= end_s)
-    yield from (_instant(marker) for marker in records.markers if start_s <= marker.time_s <= end_s)
+    yield from (_instant(m) for m in records.markers if m.name != HELD and start_s <= m.time_s <= end_s)
 
 
 def _lane_ticks(spans: Iterable[Span]) -> list[tuple[Span, tuple[int, int]]]:

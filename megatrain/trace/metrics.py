@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,6 +18,7 @@ class StepMetrics:
     busy_s: per lane, seconds in which it worked. hidden: share (0..1) of the seconds of weights in ("h2d"),
     gradients out ("d2h") and AdamW ("update") that ran under compute; None where there were none.
     waits_s: seconds without compute, per cause; with busy_s["compute"] they add up to duration_s.
+    Rates per second of the step leave out what the user held.
     h2d_bytes_per_s, d2h_bytes_per_s: bytes over busy seconds; None for a lane that did nothing.
     tokens_per_s: tokens processed, padding not counted. model_flops_per_s: see `model_flops`.
     mfu: model_flops_per_s over the peak of the device; None where no peak was given.
@@ -39,16 +40,27 @@ class StepMetrics:
     @property
     def compute_share(self) -> float:
         """Share (0..1) of the step in which something was computed."""
-        return self.busy_s["compute"] / self.duration_s
+        return self.busy_s["compute"] / self.active_s
+
+    @property
+    def active_s(self) -> float:
+        """Seconds of the step in which the user let it run; never zero."""
+        return (self.duration_s - self.waits_s["paused"]) or self.duration_s
 
 
-def step_metrics(spans: Iterable[Span], record: StepRecord, peak_flops_per_s: float | None = None) -> StepMetrics:
+def step_metrics(
+    spans: Iterable[Span],
+    record: StepRecord,
+    peak_flops_per_s: float | None = None,
+    held: Sequence[tuple[float, float]] = (),
+) -> StepMetrics:
     """Return the figures of one step.
 
     What counts is what ran between the step's start and end, clipped to it, whichever step it belongs to: the
     updates of one step run under the forward of the next, and it is there that they hide or are waited for.
 
     spans: any spans of the run, in any order. peak_flops_per_s: the device's peak in the compute type, for MFU.
+    held: when the user held the run, in order.
     Raises ValueError for a step that took no time.
     """
     start_s, end_s = record.start_s, record.end_s
@@ -59,7 +71,9 @@ def step_metrics(spans: Iterable[Span], record: StepRecord, peak_flops_per_s: fl
     by_lane = {lane: [span for span in inside if span.lane == lane] for lane in get_args(Lane)}
     lanes = {lane: busy(by_lane[lane], start_s, end_s) for lane in by_lane}
     updates = busy((span for span in by_lane["host"] if span.op == "update"), start_s, end_s)
-    flops_per_s = record.flops / duration_s
+    waits_s = _waits_s(inside, start_s, end_s, held)
+    active_s = (duration_s - waits_s["paused"]) or duration_s
+    flops_per_s = record.flops / active_s
     return StepMetrics(
         step=record.step,
         duration_s=duration_s,
@@ -67,10 +81,10 @@ def step_metrics(spans: Iterable[Span], record: StepRecord, peak_flops_per_s: fl
         h2d_hidden=_hidden(lanes["h2d"], lanes["compute"]),
         d2h_hidden=_hidden(lanes["d2h"], lanes["compute"]),
         update_hidden=_hidden(updates, lanes["compute"]),
-        waits_s=_waits_s(inside, start_s, end_s),
+        waits_s=waits_s,
         h2d_bytes_per_s=_rate(by_lane["h2d"], start_s, end_s),
         d2h_bytes_per_s=_rate(by_lane["d2h"], start_s, end_s),
-        tokens_per_s=record.sequence_tokens / duration_s,
+        tokens_per_s=record.sequence_tokens / active_s,
         model_flops_per_s=flops_per_s,
         mfu=flops_per_s / peak_flops_per_s if peak_flops_per_s else None,
     )
@@ -80,9 +94,11 @@ def _hidden(work: Intervals, compute: Intervals) -> float | None:
     return length(intersection(work, compute)) / length(work) if work else None
 
 
-def _waits_s(spans: list[Span], start_s: float, end_s: float) -> dict[WaitCause, float]:
+def _waits_s(
+    spans: list[Span], start_s: float, end_s: float, held: Sequence[tuple[float, float]]
+) -> dict[WaitCause, float]:
     seconds: dict[WaitCause, float] = dict.fromkeys(get_args(WaitCause), 0.0)
-    for wait in compute_waits(spans, start_s, end_s):
+    for wait in compute_waits(spans, start_s, end_s, held):
         seconds[wait.cause] += wait.end_s - wait.start_s
     return seconds
 

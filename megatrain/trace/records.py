@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host"]
 Op = Literal["load", "record", "forward", "head", "backward", "norm", "unload", "update", "offload", "fetch"]
@@ -102,9 +102,15 @@ class LayerStats:
     output_rms: float
 
 
+HELD: Final = "held"
+
+
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A wish took effect, at this step and layer: a knob has a new value, or the run was paused, resumed, stopped."""
+    """A wish took effect, at this step and layer: a knob has a new value, or the run was paused, resumed, stopped.
+
+    The one named HELD says when a run went on after it was held: `old` to `new` is the time (seconds) it was held.
+    """
 
     time_s: float
     name: str

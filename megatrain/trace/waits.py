@@ -5,6 +5,7 @@ Note: how a cause is found. A gap ends where a compute span starts. That span ne
   2. the load of its layer: up to its end "weights", whether it was in progress or had not begun;
   3. for a backward a free gradient buffer, and a saved input where those are kept on the host: up to the end of
      the last unload or fetch that ended in the gap, "gradient buffer" or "saved inputs".
+Before all that, "paused" is what the run's user held.
 What is left is "other": launching work, data, the user's own code. After the last compute span of a window come
 the gradients that still leave and the updates that still run.
 """
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.trace.intervals import busy, gaps
 from megatrain.trace.records import Op, Span
 
-WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "other"]
+WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "paused", "other"]
 
 CLOCK_SLACK_S: Final = 20e-6  # a lane may read the clock this long after it let the next one go
 ANY_LAYER: Final = -1
@@ -36,8 +37,12 @@ class Wait:
     layer: int | None
 
 
-def compute_waits(spans: Iterable[Span], start_s: float, end_s: float) -> list[Wait]:
+def compute_waits(
+    spans: Iterable[Span], start_s: float, end_s: float, held: Sequence[tuple[float, float]] = ()
+) -> list[Wait]:
     """Return the seconds of a window in which nothing was computed, in order, each with its cause.
+
+    held: when the user held the run, in order.
 
     Their lengths and the busy seconds of compute add up to the window.
     """
@@ -48,8 +53,21 @@ def compute_waits(spans: Iterable[Span], start_s: float, end_s: float) -> list[W
     return [
         wait
         for gap_start_s, gap_end_s in gaps(busy(compute, start_s, end_s), start_s, end_s)
-        for wait in _split(gap_start_s, gap_end_s, next_span.get(gap_end_s), ends)
+        for wait in _explain(gap_start_s, gap_end_s, next_span.get(gap_end_s), ends, held)
     ]
+
+
+def _explain(
+    start_s: float, end_s: float, following: Span | None, ends: _Ends, held: Sequence[tuple[float, float]]
+) -> Iterator[Wait]:
+    """Cut what the user held out of a gap; the rest has causes of its own."""
+    layer = following.layer if following else None
+    for held_from_s, held_until_s in held:
+        if held_until_s > start_s and held_from_s < end_s:
+            yield from _split(start_s, held_from_s, following, ends)
+            yield Wait(max(start_s, held_from_s), min(end_s, held_until_s), "paused", layer)
+            start_s = held_until_s
+    yield from _split(start_s, end_s, following, ends)
 
 
 class _Ends:
