@@ -31,7 +31,6 @@ WAIT_COLOURS = {
     "gradient buffer": PURPLE,
     "saved inputs": VERMILLION,
     "optimizer": GREEN,
-    "paused": YELLOW,
     "other": GREY,
 }
 STATE_COLOURS = {

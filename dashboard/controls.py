@@ -50,7 +50,7 @@ class Controls:
         self.micro_batch = _number("micro-batch", 1, 4096, 1, "Sequences per layer visit, from the next step on")
         self.layer = _number("layer", 0, LAST_LAYER, 0, "Where to run to")
         self.phase = widgets.Dropdown(
-            options=[("either way", None), ("forward", "forward"), ("backward", "backward")],
+            options=["either way", "forward", "backward"],
             layout=widgets.Layout(width="110px"),
             tooltip="In which pass to hold",
         )
@@ -129,7 +129,8 @@ class Controls:
         return handle
 
     def _run_to(self) -> None:
-        self._ask(Steering.run_to_layer, self.layer.value, self.phase.value)
+        phase = None if self.phase.value == "either way" else self.phase.value
+        self._ask(Steering.run_to_layer, self.layer.value, phase)
 
     def _stop_and_save(self) -> None:
         self._ask(Steering.stop, save=True)

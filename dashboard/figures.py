@@ -66,6 +66,7 @@ from dashboard.words import LANE_WORDS
 NORM_RIGHT, FLOPS_RIGHT = 13, 14  # y axes on the right of two plots
 NAMES_AT, FLAGS_AT = -1.3, -0.78  # heights of step names and markers, above the rows of the timeline
 CEILING, FLOOR = -1.65, len(ROWS) - 0.5  # edges of the timeline, whose rows count downwards
+THINNEST = 1 / 1200  # of the width: about a pixel, so that a short load is seen at all
 OUTLINED = 400  # most bars of a plot that are set off against each other
 FADED = 0.13
 GAP = " "  # between a row and its name
@@ -211,11 +212,11 @@ def _wanted(frame: Frame) -> dict[int, Values]:
     return wanted | _curves(frame) | _limits(frame)
 
 
-def _bars(bars: Bars, follow: int | None) -> Values:
-    opacity = 1.0 if follow is None else np.where(bars.layer == follow, 1, FADED).astype(np.float32)
+def _bars(bars: Bars, frame: Frame) -> Values:
+    opacity = 1.0 if frame.follow is None else np.where(bars.layer == frame.follow, 1, FADED).astype(np.float32)
     return {
         "base": bars.start_ms,
-        "x": bars.duration_ms,
+        "x": np.maximum(bars.duration_ms, np.float32(frame.width_ms * THINNEST)),
         "y": bars.row,
         "marker.color": bars.kind,
         "marker.opacity": opacity,

@@ -38,7 +38,7 @@ DETAILED = 256  # newest steps whose metrics, waits and layer statistics are kep
 UNSETTLED = 2  # newest steps that late spans may still change
 CLOCK_SLACK_S = 1e-4  # lanes read the clock a little after each other
 RECENT_STEPS = 20  # whose median says how long a step takes
-CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
+CAUSES: tuple[WaitCause, ...] = tuple(cause for cause in get_args(WaitCause) if cause != "paused")  # no wait of its own
 
 Buffer = tuple[int, int]  # kind, slot
 
@@ -258,7 +258,7 @@ class History:
         if start_s != part.start_s:
             kept = []
         rest = Window(kept[-1].end_s if kept else part.start_s, part.end_s)
-        waits = kept + compute_waits(self.spans(rest), *rest)
+        waits = kept + compute_waits(self.spans(rest), *rest, self._held)
         self._tail, self._news_s = (part.start_s, waits), math.inf
         return waits
 
@@ -398,5 +398,5 @@ def _overlap(metrics: StepMetrics) -> list[float]:
     return [
         *(math.nan if share is None else 100 * share for share in shares),
         *(math.nan if rate is None else rate / 1e9 for rate in rates),
-        *(100 * metrics.waits_s[cause] / metrics.duration_s for cause in CAUSES),
+        *(100 * metrics.waits_s[cause] / metrics.active_s for cause in CAUSES),
     ]

@@ -13,8 +13,6 @@ from typing import Any
 import anywidget
 from traitlets import Bool, Int, Unicode
 
-from dashboard.subshells import hear_while_busy
-
 
 class Pulse(anywidget.AnyWidget):  # type: ignore[misc]
     """A small live dot. Set `sent` after drawing; observe the other three, which the browser changes.
@@ -36,7 +34,7 @@ class Pulse(anywidget.AnyWidget):  # type: ignore[misc]
         self._turns: dict[str, int] = {}
         self._watching: set[str] = set()
         self.on_msg(self._heard)
-        hear_while_busy(self)
+        # hear_while_busy(self)
 
     def _heard(self, _widget: object, said: dict[str, Any], _buffers: object) -> None:
         """Views answer by messages and not by traits: of two viewers each may be visible or not."""
