@@ -204,7 +204,7 @@ def _same(left: Any, right: Any) -> bool:
 def _wanted(frame: Frame) -> dict[int, Values]:
     bars = {WORK: frame.work, WAITS: frame.waits, SEGMENTS: frame.buffers}
     segments_end = len(frame.buffer_names) - 0.5
-    wanted = {trace: _bars(drawn, frame.follow) for trace, drawn in bars.items()}
+    wanted = {trace: _bars(drawn, frame) for trace, drawn in bars.items()}
     wanted |= {HEAT: _heat(frame.layers), RANGES: _ranges(frame.layers)}
     wanted |= {NAMES: _names(frame.steps), FLAGS: _flags(frame.markers, frame.width_ms)}
     for traces, flags in ((STEP_LINES, frame.steps), (MARKER_LINES, frame.markers)):

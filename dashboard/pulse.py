@@ -34,7 +34,7 @@ class Pulse(anywidget.AnyWidget):  # type: ignore[misc]
         self._turns: dict[str, int] = {}
         self._watching: set[str] = set()
         self.on_msg(self._heard)
-        # hear_while_busy(self)
+        hear_while_busy(self)
 
     def _heard(self, _widget: object, said: dict[str, Any], _buffers: object) -> None:
         """Views answer by messages and not by traits: of two viewers each may be visible or not."""
