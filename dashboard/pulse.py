@@ -13,6 +13,8 @@ from typing import Any
 import anywidget
 from traitlets import Bool, Int, Unicode
 
+from dashboard.subshells import hear_while_busy
+
 
 class Pulse(anywidget.AnyWidget):  # type: ignore[misc]
     """A small live dot. Set `sent` after drawing; observe the other three, which the browser changes.
