@@ -1,7 +1,15 @@
 // Tells the kernel what this view has painted and whether anyone can see it.
 
-const NEAR = "200%"; // of the viewport: the dot stands above figures that are looked at while it is scrolled away
 const AGAIN_MS = 1000; // what is said before JupyterLab has a subshell waits until the kernel has nothing to run
+
+// The outermost widget around the dot: figures are looked at while the dot above them is scrolled away.
+function whole(el) {
+  let found = el;
+  for (let at = el; at !== null; at = at.parentElement) {
+    if (at.classList.contains("jupyter-widgets")) found = at;
+  }
+  return found;
+}
 
 function makeDot() {
   const dot = document.createElement("span");
@@ -15,12 +23,12 @@ function render({ model, el }) {
   const view = Math.random().toString(36).slice(2); // crypto.randomUUID is missing where a remote server has no https
   const dot = makeDot();
   const ending = new AbortController();
-  let near = false;
+  let inWindow = false;
   let left = false; // a page that is being left is not hidden yet
   let painting = false;
   let turn = 0;
 
-  const visible = () => near && !left && !document.hidden;
+  const visible = () => inWindow && !left && !document.hidden;
 
   function say(more) {
     try {
@@ -53,20 +61,23 @@ function render({ model, el }) {
     acknowledge();
   }
 
-  const observer = new IntersectionObserver(
-    (entries) => {
-      near = entries.at(-1).isIntersecting;
-      acknowledge();
-    },
-    { rootMargin: NEAR, scrollMargin: NEAR },
-  );
+  const observer = new IntersectionObserver((entries) => {
+    inWindow = entries.at(-1).isIntersecting;
+    acknowledge();
+  });
+
+  function observe() {
+    if (ending.signal.aborted) return;
+    if (el.isConnected) observer.observe(whole(el));
+    else requestAnimationFrame(observe); // a view is rendered before it is put where it belongs
+  }
 
   el.append(dot);
   model.on("change:sent", acknowledge);
   document.addEventListener("visibilitychange", acknowledge, ending);
   window.addEventListener("pagehide", leave, ending);
   window.addEventListener("pageshow", comeBack, ending);
-  observer.observe(el);
+  observe();
   say({ hello: true });
   const again = setTimeout(() => say({ hello: true }), AGAIN_MS);
 

@@ -60,9 +60,9 @@ HIDE = """(hidden) => {
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-SCROLL_TO = """(index) => {
+SCROLL = """(pixels) => {
   const notebook = window.jupyterapp.shell.currentWidget.content;
-  return notebook.scrollToItem(index, "start");
+  notebook.node.closest(".jp-NotebookPanel").querySelector(".jp-WindowedPanel-outer").scrollTop = pixels;
 }"""
 
 
@@ -143,8 +143,9 @@ class NotebookPage:
             assert time.monotonic() < end_s, f"{what or condition}: not within {timeout_s:.0f} s"
             self.page.wait_for_timeout(50)
 
-    def scroll_to(self, index: int) -> None:
-        self.page.evaluate(SCROLL_TO, index)
+    def scroll(self, pixels: int) -> None:
+        """Scroll the notebook so far down from its top."""
+        self.page.evaluate(SCROLL, pixels)
 
     def restart_kernel(self) -> None:
         self.page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")

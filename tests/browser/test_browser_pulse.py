@@ -96,3 +96,16 @@ def test_a_restarted_kernel_gets_a_pulse_of_its_own(notebook: NotebookPage, serv
     notebook.restart_kernel()
     notebook.run_all()
     notebook.wait_for(lambda: notebook.kernel_value("pulse.visible") == "True", "the new pulse is seen")
+
+
+def test_it_is_seen_while_any_part_of_the_dashboard_around_it_is(notebook: NotebookPage, server: LabServer) -> None:
+    box = "import ipywidgets\nipywidgets.VBox([pulse, ipywidgets.HTML('<p style=\"height: 2000px\">figures')])"
+    below = "from IPython.display import HTML\nHTML('<p style=\"height: 3000px\">text')"
+    name = server.write_notebook("scrolled.ipynb", SHOW.removesuffix("\npulse"), box, below)
+    notebook.open_notebook(server.lab_url(name))
+    notebook.run_all()
+    notebook.wait_for(lambda: notebook.kernel_value("pulse.visible") == "True", "the dot is seen")
+    notebook.scroll(4000)
+    notebook.wait_for(lambda: notebook.kernel_value("pulse.visible") == "False", "only the text below is seen")
+    notebook.scroll(1500)
+    notebook.wait_for(lambda: notebook.kernel_value("pulse.visible") == "True", "the figures are seen, the dot is not")
