@@ -149,7 +149,7 @@ def test_measures_copies_in_ram_where_there_is_no_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(machines, "MEASURED_BYTES", 1 << 20)
     found = machines.measure(describe("box", host_bytes=1 << 30))
     assert found.name == "box"
-    for rate in (found.host_memory_bytes_per_s, found.h2d_bytes_per_s, found.d2h_bytes_per_s):
+    for rate in (found.host_memory_bytes_per_s, *found.rates.values()):
         assert rate is not None
         assert rate > 0
     assert found.h2d_bytes_per_s == found.d2h_bytes_per_s  # one and the same copy
@@ -167,8 +167,10 @@ def test_rate_is_that_of_the_best_copy_after_the_first(monkeypatch: pytest.Monke
 def test_a_card_is_measured_over_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "MEASURED_BYTES", 1 << 10)
     monkeypatch.setattr(machines, "_cuda_link", lambda: (25e9, 26e9))
+    monkeypatch.setattr(machines, "_matrix_products", lambda device: {"cuda": 7e14}[device])
     found = machines.measure(H200_1_5TB)
-    assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == (25e9, 26e9)
+    assert found.rates == {"h2d_bytes_per_s": 25e9, "d2h_bytes_per_s": 26e9, "peak_flops_per_s": 7e14}
+    assert "matrix products 700 TFLOP/s" in str(found)
 
 
 def test_link_is_timed_from_and_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
