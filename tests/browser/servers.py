@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = STAR
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server in a session of its own; Ctrl-C ends it, as a user would."""
+    """Run a server in a session of its own, and end it with what it has started."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command], env=environment, stdout=output, stderr=output, start_new_session=True
