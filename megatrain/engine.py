@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,9 +193,10 @@ class StreamingEngine:
                 self.control.end_step()
 
     def _train(self, cut: Batch, start_s: float, rows: int | None) -> StepResult:
-        offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), self.control.knobs)
-        if knobs != self.control.knobs:
-            self.control.set_resident_layers(knobs.resident_layers)
+        asked = self.control.knobs  # once: a wish may change them at any moment
+        offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), asked)
+        if knobs != asked:
+            self.control.choose_resident_layers(knobs.resident_layers)
         self._tell("micro_batch_size", self._rows, rows, None)
         self._rows = rows
         state: StepState | None = None
@@ -423,6 +424,38 @@ class StreamingEngine:
     def pinned_bytes(self) -> int:
         """Host bytes registered with CUDA."""
         return self._host.pinned_bytes + (self._offloaded.pinned_bytes if self._offloaded else 0)
+
+    # ---- the state between two steps ----
+
+    @property
+    def steps_applied(self) -> int:
+        """Optimizer steps that were applied; the number of the next one in the record."""
+        return self._step
+
+    def parts(self) -> list[tuple[int | None, HostLayer]]:
+        """The shell (None) and every layer with what the host keeps of it, in the order of their updates."""
+        return [(None, self._host.shell), *enumerate(self._host.layers)]
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """States of the generators that a model may draw from, by device."""
+        return self._executor.random_states()
+
+    def resume_at(self, step: int, random_states: dict[str, torch.Tensor]) -> None:
+        """Go on as an engine that has applied `step` steps, after its parts were filled."""
+        with self._alone():
+            self._step = step
+            self._executor.set_random_states(random_states)
+            for _, host in self._units():
+                host.weight_norm = weight_norm(host)
+
+    @property
+    def before_update(self) -> Callable[[int | None], None]:
+        """Called in the host lane before a layer (None: the shell) is updated; it may wait."""
+        return self._executor.before_update
+
+    @before_update.setter
+    def before_update(self, hook: Callable[[int | None], None]) -> None:
+        self._executor.before_update = hook
 
     # ---- reading the model ----
 

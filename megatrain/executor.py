@@ -80,6 +80,7 @@ class Executor:
         # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
         weakref.finalize(self, self._lanes.close)
         self._dones: dict[int, Done] = {}
+        self.before_update: Callable[[int | None], None] = lambda _: None
         self.inspecting = False  # while a user steps layer by layer: look into what goes in and comes out
         self.inspected = Inspection()
         self._random = parts.RandomState(device)
@@ -161,6 +162,16 @@ class Executor:
             self.ledger.release(gradient.nbytes)
         state.output_gradients.clear()
         self.forget_complete()
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """States of the generators that a model may draw from, by device."""
+        states = {"cpu": torch.get_rng_state()}
+        return states if self._device.type == "cpu" else states | {self._device.type: self._random.get().cpu()}
+
+    def set_random_states(self, states: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self._device.type in states:
+            self._random.set(states[self._device.type])
 
     def at_work(self) -> dict[str, list[str]]:
         """Per lane, what it is at and what waits behind, in words."""
@@ -405,6 +416,7 @@ class Executor:
         host, present = self._host_layer(op.layer), state.present[op.layer]
         if op.slab is not None:
             self._refuse_non_finite(state, op)
+        self.before_update(op.layer)
         update_layer(host, self._host_gradient(op), present, numbers)
         used = [entry for entry in host.layout.trained if entry.name in present]
         return bytes_touched(used, split=host.low is not None, moment_bytes=host.exp_avg.itemsize)

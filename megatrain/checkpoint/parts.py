@@ -1,0 +1,50 @@
+"""What of a layer (or the shell) has to be kept: its weights, and for the trained ones master, moments and counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from megatrain.host import HostLayer
+
+SHELL_FILE = "shell.safetensors"
+STEPS = "update_counts"  # in a shard's metadata
+
+
+def file_of(layer: int | None) -> str:
+    return SHELL_FILE if layer is None else f"layer-{layer:05d}.safetensors"
+
+
+def tensors_of(host: HostLayer) -> dict[str, torch.Tensor]:
+    """Views into the arenas, by role and name; nothing is copied."""
+    found = {f"weight/{entry.name}": entry.view(host.weights) for entry in host.layout.entries}
+    for entry in host.layout.trained:
+        numel, shape = entry.spec.numel, entry.spec.shape
+        for role, flat in (("low", host.low), ("exp_avg", host.exp_avg), ("exp_avg_sq", host.exp_avg_sq)):
+            if flat is not None:
+                found[f"{role}/{entry.name}"] = flat[entry.element : entry.element + numel].view(shape)
+    return found
+
+
+def metadata_of(host: HostLayer) -> dict[str, str]:
+    return {STEPS: json.dumps(host.steps)}
+
+
+def put(host: HostLayer, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], where: str) -> None:
+    """Write tensors of the same names, shapes and dtypes into the arenas; ValueError if they are others."""
+    targets = tensors_of(host)
+    if targets.keys() != tensors.keys():
+        missing, foreign = sorted(targets.keys() - tensors.keys()), sorted(tensors.keys() - targets.keys())
+        raise ValueError(f"{where} is not of this model: it lacks {missing[:3]} and holds {foreign[:3]} besides")
+    for name, target in targets.items():
+        if (target.shape, target.dtype) != (tensors[name].shape, tensors[name].dtype):
+            raise ValueError(
+                f"{where} is not of this model: {name} is {tuple(tensors[name].shape)} in {tensors[name].dtype}, "
+                f"and must be {tuple(target.shape)} in {target.dtype}"
+            )
+    for name, target in targets.items():
+        target.copy_(tensors[name])
+    host.steps.clear()
+    host.steps.update(json.loads(metadata[STEPS]))

@@ -1,0 +1,108 @@
+"""Writes checkpoints in the background, while the next step already trains.
+
+Note: why nothing is copied first. Between two steps the host's arrays are the state, whole. The next thing to change a
+layer of them is its AdamW update, at the end of the next step; so that update waits, should it come so soon, until the
+layer is on the disk (`Gate`). Layers are written in the order in which they are updated.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint.parts import file_of, metadata_of, tensors_of
+from megatrain.checkpoint.shards import FileNote, write_shard
+from megatrain.checkpoint.store import Checkpoints, Manifest
+from megatrain.engine import StreamingEngine
+from megatrain.host import HostLayer
+
+log = logging.getLogger("megatrain")
+
+RANDOM_FILE = "random.safetensors"
+Part = tuple[int | None, HostLayer]
+
+
+class Gate:
+    """Holds back updates of layers that are still to be written."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._written = {layer: threading.Event() for layer, _ in parts}
+
+    def __call__(self, layer: int | None) -> None:
+        """Called before a layer is updated."""
+        self._written[layer].wait()
+
+    def open(self, layer: int | None) -> None:
+        self._written[layer].set()
+
+    def open_all(self) -> None:
+        for event in self._written.values():
+            event.set()
+
+
+class CheckpointWriter:
+    """Writes an engine's checkpoints, one at a time. A failure is logged and kept in `error`; training goes on."""
+
+    def __init__(self, engine: StreamingEngine, checkpoints: Checkpoints) -> None:
+        self.error: Exception | None = None
+        self.written: list[int] = []  # steps
+        self._engine = engine
+        self._checkpoints = checkpoints
+        self._thread: threading.Thread | None = None
+
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write the state between two steps; waits for the one before, and for pending updates.
+
+        step: steps done. state: plain values to keep with it (data position, settings).
+        """
+        self.wait()
+        self._engine.flush()
+        parts = self._engine.parts()
+        random = self._engine.random_states()
+        state = {**state, "engine_step": self._engine.steps_applied}
+        gate = Gate(parts)
+        self._engine.before_update = gate
+        self._thread = threading.Thread(
+            target=self._write, args=(step, parts, random, state, gate), name="megatrain-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until what is being written is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(
+        self, step: int, parts: Sequence[Part], random: dict[str, torch.Tensor], state: dict[str, Any], gate: Gate
+    ) -> None:
+        unfinished: Path | None = None
+        try:
+            unfinished = self._checkpoints.begin(step, _nbytes(parts))
+            files = {RANDOM_FILE: write_shard(unfinished / RANDOM_FILE, random, {})}
+            for layer, host in parts:
+                files[file_of(layer)] = _write_part(unfinished, layer, host)
+                gate.open(layer)
+            self._checkpoints.commit(unfinished, Manifest(step, files, state))
+            self.written.append(step)
+        except Exception as error:  # a full disk must not end days of training
+            self.error = error
+            log.error("no checkpoint of step %d was written, and training goes on: %s", step, error)
+            if unfinished is not None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        finally:
+            gate.open_all()
+
+
+def _write_part(folder: Path, layer: int | None, host: HostLayer) -> FileNote:
+    return write_shard(folder / file_of(layer), tensors_of(host), metadata_of(host))
+
+
+def _nbytes(parts: Sequence[Part]) -> int:
+    return sum(tensor.nbytes for _, host in parts for tensor in tensors_of(host).values())
