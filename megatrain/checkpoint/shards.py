@@ -84,6 +84,6 @@ def _chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), CHUNK_BYTES):
             yield data[start : start + CHUNK_BYTES]
