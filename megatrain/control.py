@@ -54,6 +54,7 @@ class Control:
         self._stopped = False
         self._save = False
         self._inside_step = False
+        self._over = False  # no step will follow, as far as is known
         self._waiting = False
         self._next_step = 0
         self._to_hold: list[Wish] = []  # fulfilled when the engine is held
@@ -126,7 +127,7 @@ class Control:
             self._checks.knobs(wanted)
             self._knobs = wanted
             self._changed.notify_all()
-            return _kept(Wish(text), self._to_pass)
+            return self._kept(Wish(text), self._to_pass)
 
     def set_micro_batch_size(self, rows: int) -> Wish:
         """Take `rows` sequences per layer visit from the next step on; ValueError if they do not fit."""
@@ -136,7 +137,7 @@ class Control:
             self._require_running(text)
             self._checks.micro_batch_size(rows)
             self._micro_batch_size = rows
-            return _kept(Wish(text), self._to_begin)
+            return self._kept(Wish(text), self._to_begin)
 
     # ---- holding ----
 
@@ -153,7 +154,7 @@ class Control:
             self._paused, self._until = True, None
             self._allowed_layers += 1
             self._changed.notify_all()
-            return _kept(Wish("step one layer"), self._to_pass)
+            return self._kept(Wish("step one layer"), self._to_pass)
 
     def finish_step(self) -> Wish:
         """Run on to the first layer of the next step, then hold."""
@@ -183,13 +184,13 @@ class Control:
             self._allowed_layers = 0
             self._overtake(self._to_hold)
             self._changed.notify_all()
-            return _kept(Wish(text), self._to_hold)
+            return self._kept(Wish(text), self._to_hold)
 
     def resume(self) -> Wish:
         """Run on from wherever the engine was held."""
         with self._changed:
             self._let_go()
-            return _kept(Wish("resume"), self._to_pass)
+            return self._kept(Wish("resume"), self._to_pass)
 
     def stop(self, *, save: bool = False) -> Wish:
         """Let the step in progress complete, also when held, and begin no further one."""
@@ -197,9 +198,9 @@ class Control:
             self._stopped = True
             self._save = self._save or save
             self._let_go()
-            wish = _kept(Wish("stop and save" if save else "stop"), self._to_end)
+            wish = self._kept(Wish("stop and save" if save else "stop"), self._to_end)
             if not self._inside_step:
-                self._fulfil(self._to_end, None)
+                self._close()
             return wish
 
     def _let_go(self) -> None:
@@ -219,9 +220,14 @@ class Control:
         with self._changed:
             if self._stopped:
                 raise StoppedError("the run was stopped (control.stop()); make a new engine to train further")
-            self._inside_step = True
+            self._inside_step, self._over = True, False
             self._fulfil(self._to_begin, None)
             return self._micro_batch_size
+
+    def choose_resident_layers(self, count: int) -> None:
+        """Called by the engine, which chooses anew when the size of a batch changes; no wish, so never refused."""
+        with self._changed:
+            self._knobs = replace(self._knobs, resident_layers=count)
 
     def end_step(self) -> None:
         """Called by the engine, also when a step failed."""
@@ -234,11 +240,12 @@ class Control:
                 self._close()
 
     def close(self) -> None:
-        """Called when a run is over: whatever is still wished for is void."""
+        """Called when a run is over: whatever is still wished for is void. Later wishes wait for nothing."""
         with self._changed:
             self._close()
 
     def _close(self) -> None:
+        self._over = True
         self._fulfil(self._to_end, None)
         for wishes in (self._to_hold, self._to_pass, self._to_begin):
             self._overtake(wishes)
@@ -277,6 +284,13 @@ class Control:
             self._until = None
         return self._paused and self._until is None and self._allowed_layers == 0
 
+    def _kept(self, wish: Wish, wishes: list[Wish]) -> Wish:
+        if self._over:  # nobody comes by who would fulfil it
+            wish.fulfil(None)
+        else:
+            wishes.append(wish)
+        return wish
+
     @staticmethod
     def _fulfil(wishes: list[Wish], effect: Position | None) -> None:
         for wish in wishes:
@@ -288,8 +302,3 @@ class Control:
         for wish in wishes:
             wish.overtake()
         wishes.clear()
-
-
-def _kept(wish: Wish, wishes: list[Wish]) -> Wish:
-    wishes.append(wish)
-    return wish
