@@ -89,14 +89,22 @@ class Pipeline:
 
     @property
     def typical_step(self) -> int:
-        """The step of median length among those trained last: a single one may have met a busy machine."""
-        lengths = {r.end_s - r.start_s: r.step for r in self.history.steps if r.step in self._trained}
+        """The step of median length among those trained last, less the first, which finishes what was before.
+
+        A single step may have met a busy machine.
+        """
+        settled = self._trained[1:] or self._trained
+        lengths = {
+            record.end_s - record.start_s: record.step for record in self.history.steps if record.step in settled
+        }
         return lengths[median_low(lengths)]
 
     @property
-    def advice(self) -> str:
-        """What binds in a typical step."""
-        return advice_on(self.history, self.typical_step)
+    def tokens_per_s(self) -> float:
+        """Of a typical step."""
+        metrics = self.history.metrics_of(self.typical_step)
+        assert metrics is not None
+        return metrics.tokens_per_s
 
     def show(self, *, last_step: int | None = None, steps: int = 1) -> None:
         """Display the advice and the timeline of a typical step, or of the steps up to `last_step`."""
@@ -173,19 +181,19 @@ def history_of(run: Any) -> History:
 
 
 def show(history: History, *, last_step: int | None = None, steps: int = 1, follow: int | None = None) -> None:
-    """Display what binds in the last step shown (None = the newest that ended), and the timeline."""
-    last_step = history.newest_step if last_step is None else last_step
-    if last_step is None:
-        print("no step has ended yet")
-        return
-    display(Markdown(f"**{advice_on(history, last_step)}**"))  # type: ignore[no-untyped-call]
-    display(picture(history, last_step=last_step, steps=steps, follow=follow))  # type: ignore[no-untyped-call]
+    """Display what binds in the last step shown (None = the newest that ended), how fast it was, and the timeline."""
+    metrics = history.metrics_of(last_step)
+    speed = "" if metrics is None else f" {metrics.tokens_per_s:,.0f} tokens per second."
+    display(Markdown(f"**{advice_on(history, last_step)}**{speed}"))  # type: ignore[no-untyped-call]
+    if metrics is not None:
+        figure = picture(history, last_step=metrics.step, steps=steps, follow=follow)
+        display(figure)  # type: ignore[no-untyped-call]
 
 
 def advice_on(history: History, step: int | None = None) -> str:
     """Return what binds in a step (None = the newest that ended)."""
     metrics, record = history.metrics_of(step), history.record(step)
-    return "no step has ended yet" if metrics is None or record is None else advice(metrics, record)
+    return "No step has ended yet." if metrics is None or record is None else advice(metrics, record)
 
 
 def picture(history: History, *, last_step: int | None, steps: int = 1, follow: int | None = None) -> go.Figure:
