@@ -46,6 +46,7 @@ class RunFolder:
         self.markers = self.path / "markers.jsonl"  # Marker
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
+        self.checkpoints = self.path / "checkpoints"  # stay where they are when another run begins here
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
         self._is_own = False  # created by this object
 

@@ -9,12 +9,12 @@ import torch
 
 from megatrain.host import HostLayer
 
-SHELL_FILE = "shell.safetensors"
+SHELL_FILE, LAYER = "shell.safetensors", "layer-"
 STEPS = "update_counts"  # in a shard's metadata
 
 
 def file_of(layer: int | None) -> str:
-    return SHELL_FILE if layer is None else f"layer-{layer:05d}.safetensors"
+    return SHELL_FILE if layer is None else f"{LAYER}{layer:05d}.safetensors"
 
 
 def tensors_of(host: HostLayer) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.checkpoint.parts import file_of, put
+from megatrain.checkpoint.parts import LAYER, file_of, put
 from megatrain.checkpoint.shards import read_shard
 from megatrain.checkpoint.store import CheckpointError, Checkpoints, Manifest
 from megatrain.checkpoint.writer import RANDOM_FILE
@@ -22,11 +22,9 @@ def restore(engine: StreamingEngine, checkpoints: Checkpoints, step: int | None 
     manifest = checkpoints.verify(steps[-1] if step is None else step)
     folder = checkpoints.path(manifest.step)
     parts = engine.parts()
-    expected = {file_of(layer) for layer, _ in parts} | {RANDOM_FILE}
-    if manifest.files.keys() != expected:
-        raise CheckpointError(
-            f"{folder} is of another model: it has {len(manifest.files) - 2} layers, this one {len(parts) - 1}"
-        )
+    held = {name for name in manifest.files if name.startswith(LAYER)}
+    if held != {file_of(layer) for layer, _ in parts[1:]}:
+        raise CheckpointError(f"{folder} is of another model: it has {len(held)} layers, this one {len(parts) - 1}")
     engine.flush()
     for layer, host in parts:
         path = folder / file_of(layer)

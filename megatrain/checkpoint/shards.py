@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +43,14 @@ class FileNote:
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileNote:
     """Write contiguous CPU tensors; returns once the bytes are on the disk."""
+    return write_file(path, _chunks(tensors, metadata))
+
+
+def write_file(path: Path, chunks: Iterable[memoryview]) -> FileNote:
+    """Write a new file; returns once the bytes are on the disk."""
     digest, nbytes = _digest(), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", buffering=0) as file:
-        for chunk in _chunks(tensors, metadata):
+        for chunk in chunks:
             digest.update(chunk)
             nbytes += len(chunk)
             while chunk:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatrain.checkpoint.parts import file_of, metadata_of, tensors_of
-from megatrain.checkpoint.shards import FileNote, write_shard
+from megatrain.checkpoint.shards import FileNote, write_file, write_shard
 from megatrain.checkpoint.store import Checkpoints, Manifest
 from megatrain.engine import StreamingEngine
 from megatrain.host import HostLayer
@@ -51,26 +51,27 @@ class CheckpointWriter:
 
     def __init__(self, engine: StreamingEngine, checkpoints: Checkpoints) -> None:
         self.error: Exception | None = None
-        self.written: list[int] = []  # steps
+        self.begun: list[int] = []  # steps
+        self.written: list[int] = []
         self._engine = engine
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
 
-    def write(self, step: int, state: dict[str, Any]) -> None:
+    def write(self, step: int, state: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
         """Begin to write the state between two steps; waits for the one before, and for pending updates.
 
-        step: steps done. state: plain values to keep with it (data position, settings).
+        step: steps done. state: plain values to keep with it (data position, settings). files: further ones, by name.
         """
         self.wait()
+        self.begun.append(step)
         self._engine.flush()
         parts = self._engine.parts()
         random = self._engine.random_states()
         state = {**state, "engine_step": self._engine.steps_applied}
         gate = Gate(parts)
         self._engine.before_update = gate
-        self._thread = threading.Thread(
-            target=self._write, args=(step, parts, random, state, gate), name="megatrain-checkpoint", daemon=True
-        )
+        arguments = (step, parts, random, state, files or {}, gate)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="megatrain-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -80,12 +81,19 @@ class CheckpointWriter:
             self._thread = None
 
     def _write(
-        self, step: int, parts: Sequence[Part], random: dict[str, torch.Tensor], state: dict[str, Any], gate: Gate
+        self,
+        step: int,
+        parts: Sequence[Part],
+        random: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        further: Mapping[str, bytes],
+        gate: Gate,
     ) -> None:
         unfinished: Path | None = None
         try:
             unfinished = self._checkpoints.begin(step, _nbytes(parts))
             files = {RANDOM_FILE: write_shard(unfinished / RANDOM_FILE, random, {})}
+            files |= {name: write_file(unfinished / name, [memoryview(data)]) for name, data in further.items()}
             for layer, host in parts:
                 files[file_of(layer)] = _write_part(unfinished, layer, host)
                 gate.open(layer)

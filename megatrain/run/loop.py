@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatrain.control import StoppedError
 from megatrain.engine import StepResult, StreamingEngine
+from megatrain.run.saving import Saving
 from megatrain.run.schedules import LearningRate
 
 Batch = dict[str, torch.Tensor]
@@ -27,6 +28,7 @@ class Job:
     steps: int
     lr_schedule: LearningRate | None = None
     save: bool = False
+    saving: Saving = field(default_factory=Saving)
     h2d_bytes_per_s: float | None = None  # of the machine, measured; for whoever compares
     d2h_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
@@ -38,32 +40,36 @@ class Job:
 
 def train(
     engine: StreamingEngine,
-    batches: Iterable[Batch],
+    batches: Iterator[Batch],
     job: Job,
     on_step: OnStep,
+    *,
+    done: int = 0,
 ) -> None:
-    """Train in this thread; returns when the job's steps are done or the run was stopped."""
-    for done, batch in enumerate(_repeated(batches)):
-        if engine.control.stopping or done == job.steps:
-            return
+    """Train in this thread; returns when the job's steps are done or the run was stopped. done: steps done before."""
+    while done < job.steps and not engine.control.stopping:
         if job.lr_schedule is not None:
             engine.lr = job.lr_schedule(done)
         try:
-            result = engine.step(batch)
+            result = engine.step(next(batches))
         except StoppedError:  # stop() came between the question above and this step
             return
-        on_step(done + 1, result)
+        done += 1
+        on_step(done, result)
 
 
-def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Epoch after epoch; ValueError if an epoch has no batch."""
-    while True:
-        empty = True
+def epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Epoch after epoch; ValueError if there is no batch.
+
+    One epoch may be empty: what is left of it, where a run goes on at its very end.
+    """
+    empty = 0
+    while empty < 2:
+        empty += 1
         for batch in batches:
-            empty = False
+            empty = 0
             yield batch
-        if empty:
-            raise ValueError(
-                "the batches gave nothing to train on; pass an iterable that can be iterated anew for each epoch "
-                "(a list or megatrain.data.Batches, not a generator)"
-            )
+    raise ValueError(
+        "the batches gave nothing to train on; pass an iterable that can be iterated anew for each epoch "
+        "(a list or megatrain.data.Batches, not a generator)"
+    )

@@ -105,7 +105,7 @@ class ProcessRunner:
 
     @property
     def results(self) -> list[StepResult]:
-        return self._results.read()
+        return self._results.read() if self.started else []
 
     @property
     def control(self) -> RemoteControl:

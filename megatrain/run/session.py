@@ -15,7 +15,8 @@ from megatrain.folder import RunFolder
 from megatrain.journal import Journal
 from megatrain.remote import ControlServer
 from megatrain.report import RunInfo, RunState, Status
-from megatrain.run.loop import Batch, Job, OnStep, train
+from megatrain.run.loop import Batch, Job, OnStep, epochs, train
+from megatrain.run.saving import Saver
 from megatrain.trace import Marker, MemorySampler, write_chrome_trace
 
 TRACED_STEPS = 20  # at the end of the run; Perfetto gives up on much more
@@ -44,20 +45,26 @@ class Session:
         self._folder = folder
         self._on_step = on_step
         self._state = RunState.NEW
-        if job.save and folder is None:
-            raise ValueError("save=True leaves the model in the run's folder; give run_dir, too")
+        self._saver: Saver | None = None
+        if folder is None and (job.save or job.saving.every or job.saving.resume):
+            raise ValueError("a model or checkpoints are left in the run's folder; give run_dir, too")
 
     @property
     def state(self) -> RunState:
         held = self._state is RunState.RUNNING and self.engine.control.paused
         return RunState.PAUSED if held else self._state
 
+    @property
+    def steps_done(self) -> int:
+        """Also those before a checkpoint that the run went on from."""
+        return len(self.results) + (self._saver.steps_done if self._saver else 0)
+
     def status(self) -> Status:
         """What is so now; from any thread."""
         control = self.engine.control
         return Status(
             state=self.state,
-            steps_done=len(self.results),
+            steps_done=self.steps_done,
             knobs=control.knobs,
             micro_batch_size=control.micro_batch_size,
             position=control.position,
@@ -68,9 +75,15 @@ class Session:
         )
 
     def open(self) -> None:
-        """Claim the folder; ValueError if another run is alive in it."""
+        """Claim the folder, and go on from its newest checkpoint where that is wanted.
+
+        ValueError if another run is alive in it, CheckpointError for a checkpoint that is damaged or of another model.
+        """
         if self._folder is not None:
+            self._saver = Saver(self.engine, self._batches, self._folder, self._job.saving)
             self._folder.create(self.info)
+            for record in self._saver.past(self.info.began_unix_s):
+                self.engine.recorder.add(record)
         self._enter(RunState.RUNNING)
 
     def run(self) -> None:
@@ -79,7 +92,7 @@ class Session:
             with ExitStack() as beside:
                 self._start_beside(beside)
                 self._train()
-            self._enter(RunState.STOPPED if len(self.results) < self._job.steps else RunState.FINISHED)
+            self._enter(RunState.STOPPED if self.steps_done < self._job.steps else RunState.FINISHED)
         except BaseException as error:  # kept for whoever waits: a thread has nobody to raise to
             self.error = error
             self._enter(RunState.FAILED)
@@ -101,11 +114,16 @@ class Session:
         beside.callback(sampler.stop)
 
     def _train(self) -> None:
-        train(self.engine, self._batches, self._job, self._after_step)
+        batches, done = epochs(self._batches), self.steps_done
+        if self._saver is not None:
+            batches = self._saver.remaining(batches)
+        train(self.engine, batches, self._job, self._after_step, done=done)
         self.engine.flush()
+        if self._saver is not None:
+            self._saver.at_end(self.steps_done)
         if self.engine.control.stopping:
             recorder = self.engine.recorder
-            recorder.add(Marker(recorder.now(), "stopped", False, True, len(self.results) - 1, None))
+            recorder.add(Marker(recorder.now(), "stopped", False, True, self.engine.steps_applied - 1, None))
         if self._folder is not None:
             self._leave_files(self._folder)
 
@@ -118,6 +136,8 @@ class Session:
 
     def _after_step(self, done: int, result: StepResult) -> None:
         self.results.append(result)
+        if self._saver is not None:
+            self._saver.after_step(done)
         self._on_step(done, result)
 
     def _enter(self, state: RunState) -> None:

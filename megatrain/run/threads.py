@@ -22,9 +22,9 @@ class ThreadRunner:
             raise ValueError(
                 "a run in a thread takes a StreamingEngine and batches; functions that make them are for process=True"
             )
-        self.engine = job.engine
+        self.engine, batches = job.engine, job.batches
         run_folder = None if folder is None else RunFolder(folder)
-        self._session = Session(job.engine, job.batches, job, run_folder, on_step or (lambda *_: None))
+        self._session = Session(self.engine, batches, job, run_folder, on_step or (lambda *_: None))
         self._thread = threading.Thread(target=self._session.run, name="megatrain-run", daemon=True)
         self.started = False
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from megatrain.checkpoint import Keep
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.machine import Machine
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.run.loop import Batch, Job, OnStep
 from megatrain.run.processes import ProcessRunner
+from megatrain.run.saving import Saving
 from megatrain.run.schedules import LearningRate
 from megatrain.run.threads import ThreadRunner
 from megatrain.steering import Steering, Wish
@@ -30,6 +32,9 @@ class TrainingRun:
     on_step: called in the training thread after every step, for progress bars and the like; not with a process.
     process: True asks for a process, False for a thread; None decides by what `engine` is.
     save: leave the trained model in the folder's `model`.
+    checkpoint_every: steps between complete states in the folder's `checkpoints`, written while training goes on, and
+        one at the end; keep: which of them stay. resume: go on from the newest one, if there is one: the same bits as
+        without the break, with the same model, batches and optimizer, whatever the buffer counts.
     machine: measured rates, for whoever compares with them.
     """
 
@@ -44,10 +49,14 @@ class TrainingRun:
         on_step: OnStep | None = None,
         process: bool | None = None,
         save: bool = False,
+        checkpoint_every: int | None = None,
+        keep: Keep | None = None,
+        resume: bool = False,
         machine: Machine | None = None,
     ) -> None:
         rates = {} if machine is None else machine.rates
-        job = Job(engine, batches, steps, lr_schedule, save, **rates)
+        saving = Saving(checkpoint_every, keep or Keep(), resume)
+        job = Job(engine, batches, steps, lr_schedule, save, saving, **rates)
         self.steps = steps
         self.folder = Path(run_dir) if run_dir is not None else None
         apart = not isinstance(engine, StreamingEngine) if process is None else process
@@ -83,7 +92,7 @@ class TrainingRun:
 
     @property
     def results(self) -> list[StepResult]:
-        """Of the steps done so far."""
+        """Of the steps done so far; in this process not of those before a checkpoint that the run went on from."""
         return self._runner.results
 
     @property
