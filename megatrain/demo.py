@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dashboard.page import write_page
 from megatrain.anatomy.load import answer, from_config, load_model, load_tokenizer, local_weights
 from megatrain.anatomy.presets import gpt_oss_120b
-from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.config import AdamWConfig, EngineConfig, Throttle
 from megatrain.data import Batches, docstring_records, tokenize, train_tokenizer
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.machine import Machine, detect, measure
@@ -71,13 +71,14 @@ CALIBRATION = SIZES[2]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the demo will train, and why."""
+    """What the demo will train, and why. layer_forward_s: about what a layer's forward takes, where it was asked."""
 
     config: Any
     engine: EngineConfig
     plan: Plan
     folder: Path | None  # of the real weights, if they are here and fit
     reason: str
+    layer_forward_s: float | None = None
 
     @property
     def lr(self) -> float:
@@ -133,9 +134,21 @@ def choose(machine: Machine, *, minutes: float, steps: int) -> Choice:
             f"that fits and trains {steps} steps in about {max(total_s / 60, 0.1):.1f} minutes here, "
             f"at {rate / 1e9:.0f} GFLOP/s as measured"
         )
-        best = Choice(size.config(), engine, planned, None, reason)
+        best = Choice(size.config(), engine, planned, None, reason, total_s / (steps * 4 * size.layers))
     assert best is not None
     return best
+
+
+def with_visible_link(choice: Choice, load: float = 0.5) -> Choice:
+    """Slow the link down until a layer takes about `load` times as long to load as its forward does.
+
+    Without a GPU a load is a copy within host memory, too short to be seen. Most of what this adds is hidden.
+    """
+    if choice.layer_forward_s is None:
+        return choice
+    rate = choice.plan.subject.layouts[0].nbytes / (load * choice.layer_forward_s)
+    reason = f"{choice.reason}; its link is slowed to {rate / 1e6:.0f} MB/s each way, to be seen at work"
+    return replace(choice, engine=replace(choice.engine, throttle=Throttle(link_bytes_per_s=rate)), reason=reason)
 
 
 def training_data(choice: Choice) -> tuple[Any, Batches]:

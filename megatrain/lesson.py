@@ -29,6 +29,7 @@ from megatrain.anatomy.presets import llama_8b
 from megatrain.config import AdamWConfig, EngineConfig, Throttle
 from megatrain.engine import StreamingEngine
 from megatrain.remote import RunUnreachableError
+from megatrain.report import Inspection, RunState
 from megatrain.run import TrainingRun
 from megatrain.trace import Span
 
@@ -236,10 +237,23 @@ def while_it_trains(run: TrainingRun) -> Iterator[None]:
         print(f"The run is {run.state.value} already: nothing left to steer. With more steps there is.")
 
 
+def step_layer(run: TrainingRun, timeout_s: float = 60.0) -> Inspection:
+    """Let one more layer run and wait until the run is held again; return what can be seen there."""
+    give_up_s = time.monotonic() + timeout_s
+    run.step_layer().wait(timeout_s)
+    while (held := run.status().held) is None:
+        if run.state.over:
+            raise ValueError(f"the run is {run.state.value}: it is held nowhere any more")
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"the run was not held again within {timeout_s} s; it is {run.state.value}")
+        time.sleep(POLL_S)
+    return held
+
+
 def let_pass(run: TrainingRun, steps: int, timeout_s: float = 600.0) -> None:
     """Wait until so many more steps are done, or the run is over or held; TimeoutError if that takes too long."""
     wanted, give_up_s = run.steps_done + steps, time.monotonic() + timeout_s
-    while run.steps_done < wanted and run.state.value == "running":
+    while run.steps_done < wanted and run.state is RunState.RUNNING:
         if time.monotonic() > give_up_s:
             raise TimeoutError(f"{steps} more steps were not done within {timeout_s} s; the run is {run.state.value}")
         time.sleep(POLL_S)
