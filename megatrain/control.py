@@ -60,7 +60,9 @@ class Control:
         self._to_hold: list[Wish] = []  # fulfilled when the engine is held
         self._to_pass: list[Wish] = []  # ... when it passes the gate
         self._to_begin: list[Wish] = []  # ... when a step begins
+        self._to_save: list[Wish] = []  # ... when a checkpoint was taken
         self._to_end: list[Wish] = []  # ... when no further step will
+        self.saves = False  # whoever runs the engine writes checkpoints
         self.position: Position | None = None
 
     # ---- what is so ----
@@ -203,6 +205,14 @@ class Control:
                 self._close()
             return wish
 
+    def checkpoint(self) -> Wish:
+        """Write a checkpoint after the step in progress; ValueError where the run writes none."""
+        with self._changed:
+            self._require_running("checkpoint")
+            if not self.saves:
+                raise ValueError("checkpoint: this run has no folder to leave one in; give it a run_dir")
+            return self._kept(Wish("checkpoint"), self._to_save)
+
     def _let_go(self) -> None:
         self._paused, self._until = False, None
         self._allowed_layers = 0
@@ -239,6 +249,12 @@ class Control:
             if self._stopped:
                 self._close()
 
+    def take_checkpoint_wishes(self) -> list[Wish]:
+        """Called between steps by whoever writes checkpoints: the wishes that one fulfils."""
+        with self._changed:
+            wishes, self._to_save = self._to_save, []
+            return wishes
+
     def close(self) -> None:
         """Called when a run is over: whatever is still wished for is void. Later wishes wait for nothing."""
         with self._changed:
@@ -247,7 +263,7 @@ class Control:
     def _close(self) -> None:
         self._over = True
         self._fulfil(self._to_end, None)
-        for wishes in (self._to_hold, self._to_pass, self._to_begin):
+        for wishes in (self._to_hold, self._to_pass, self._to_begin, self._to_save):
             self._overtake(wishes)
 
     def at_layer(self, position: Position, on_hold: Callable[[Knobs], None] = lambda _: None) -> Knobs:

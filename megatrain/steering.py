@@ -103,5 +103,8 @@ class Steering(Protocol):
     def set_micro_batch_size(self, rows: int) -> Wish:
         """Sequences per layer visit, from the next step on. Equal to rounding, as sums are in another order."""
 
+    def checkpoint(self) -> Wish:
+        """Write a checkpoint after the step in progress; training goes on meanwhile."""
+
     def stop(self, *, save: bool = False) -> Wish:
         """End after the step in progress; `save`: leave the model in the run's folder."""

@@ -134,6 +134,7 @@ def test_each_wish_reaches_the_method_of_its_name(tmp_path: Path) -> None:
             as_steering.set_grad_buffers(5),
             as_steering.set_resident_layers(6),
             as_steering.set_micro_batch_size(7),
+            as_steering.checkpoint(),
             as_steering.stop(),
             as_steering.stop(save=True),
         ]
@@ -143,7 +144,7 @@ def test_each_wish_reaches_the_method_of_its_name(tmp_path: Path) -> None:
         {"layer": 3, "phase": "backward"},
         {"layer": 3, "phase": None},
         *[{"depth": 4}, {"count": 5}, {"count": 6}, {"rows": 7}],
-        *[{"save": False}, {"save": True}],
+        *[{}, {"save": False}, {"save": True}],
     ]
     assert {name for name, _ in called} == set(WISHES)
 

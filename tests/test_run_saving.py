@@ -226,3 +226,30 @@ def test_a_process_killed_in_the_middle_is_resumed_by_another(tmp_path: Path) ->
     )
     again.start().wait(TIMEOUT_S)
     assert losses(again) == straight  # of a process, the record of the whole run
+
+
+def test_a_checkpoint_can_be_asked_for_at_any_moment(tmp_path: Path) -> None:
+    with engine_for() as engine:
+        run = run_for(engine, tmp_path)
+        run.pause()
+        run.start()
+        wish = run.checkpoint()
+        run.control.finish_step().wait(TIMEOUT_S)
+        assert wish.wait(TIMEOUT_S)
+        assert not wish.overtaken
+        run.stop()
+        run.wait(TIMEOUT_S)
+        assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
+        with pytest.raises(ValueError, match="checkpoint: the run is stopped"):
+            run.checkpoint()
+
+
+def test_a_run_without_a_folder_has_nowhere_to_leave_one() -> None:
+    with engine_for() as engine:
+        run = run_for(engine, None)
+        run.pause()
+        run.start()
+        with pytest.raises(ValueError, match="this run has no folder to leave one in; give it a run_dir"):
+            run.checkpoint()
+        run.stop()
+        run.wait(TIMEOUT_S)

@@ -73,6 +73,9 @@ class RemoteControl:
     def set_micro_batch_size(self, rows: int) -> Wish:
         return self._wish("set_micro_batch_size", rows=rows)
 
+    def checkpoint(self) -> Wish:
+        return self._wish("checkpoint")
+
     def stop(self, *, save: bool = False) -> Wish:
         return self._wish("stop", save=save)
 

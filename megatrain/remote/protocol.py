@@ -25,6 +25,7 @@ WISHES: Final[dict[str, frozenset[str]]] = {
     "set_grad_buffers": frozenset({"count"}),
     "set_resident_layers": frozenset({"count"}),
     "set_micro_batch_size": frozenset({"rows"}),
+    "checkpoint": frozenset(),
     "stop": frozenset({"save"}),
 }
 STATUS: Final = "status"

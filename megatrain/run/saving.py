@@ -66,9 +66,9 @@ class Saver:
         """The steps before the checkpoint, on the clock of a run that began then."""
         return [_shifted(record, -began_unix_s) for record in self._past]
 
-    def after_step(self, done: int) -> None:
-        """Called between two steps; returns as soon as writing has begun."""
-        if self._saving.every is not None and done % self._saving.every == 0:
+    def after_step(self, done: int, *, wanted: bool = False) -> None:
+        """Called between two steps; returns as soon as writing has begun. wanted: somebody asked for a checkpoint."""
+        if wanted or (self._saving.every is not None and done % self._saving.every == 0):
             self._write(done)
 
     def at_end(self, done: int) -> None:

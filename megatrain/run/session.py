@@ -81,6 +81,7 @@ class Session:
         """
         if self._folder is not None:
             self._saver = Saver(self.engine, self._batches, self._folder, self._job.saving)
+            self.engine.control.saves = True
             self._folder.create(self.info)
             for record in self._saver.past(self.info.began_unix_s):
                 self.engine.recorder.add(record)
@@ -137,7 +138,10 @@ class Session:
     def _after_step(self, done: int, result: StepResult) -> None:
         self.results.append(result)
         if self._saver is not None:
-            self._saver.after_step(done)
+            wishes = self.engine.control.take_checkpoint_wishes()
+            self._saver.after_step(done, wanted=bool(wishes))
+            for wish in wishes:
+                wish.fulfil(None)
         self._on_step(done, result)
 
     def _enter(self, state: RunState) -> None:

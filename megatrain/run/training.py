@@ -118,6 +118,10 @@ class TrainingRun:
         """Let one more layer run, then hold."""
         return self.control.step_layer()
 
+    def checkpoint(self) -> Wish:
+        """Write a checkpoint after the step in progress."""
+        return self.control.checkpoint()
+
     def stop(self, *, save: bool = False) -> Wish:
         """End after the step in progress; `save`: leave the model in the folder."""
         return self.control.stop(save=save)
