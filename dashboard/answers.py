@@ -9,6 +9,7 @@ from html import escape
 from megatrain.steering import Wish
 
 KEPT = 5
+NOTHING_YET = "<li><small>What you ask for, and what became of it, is said here.</small></li>"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Answers:
     def html(self) -> str:
         """A list for a status region: what is new is read out by screen readers."""
         items = "".join(f"<li>{_entry(entry)}</li>" for entry in self._entries.copy())
-        return f'<div class="mt"><ul role="status" aria-live="polite">{items}</ul></div>'
+        return f'<div class="mt answers"><ul role="status" aria-live="polite">{items or NOTHING_YET}</ul></div>'
 
 
 def _entry(entry: Wish | Remark) -> str:

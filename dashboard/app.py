@@ -1,15 +1,18 @@
 """Dashboard: one object that shows a run, live, and lets its viewer steer it.
 
 Note: threads. Training draws nothing: one `dash` thread asks the source for news, draws them, and alone writes what
-is displayed. Browser messages arrive on a thread of Jupyter's; their handlers pass wishes on and set the view. What
-goes wrong in the `dash` thread is shown in the page and kept in `error`.
+is displayed. Browser messages arrive on a thread of Jupyter's; their handlers pass wishes on, set the view, and
+leave errands (files to write) to the `dash` thread, which alone knows the history. What goes wrong there is shown in
+the page and kept in `error`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ipywidgets as widgets
@@ -24,12 +27,14 @@ from dashboard.page import write_page
 from dashboard.pulse import Pulse
 from dashboard.sources import FolderSource, source_of
 from dashboard.view import View
+from megatrain.folder import RunFolder
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.trace import write_chrome_trace
 
 TICK_S = 0.05  # between looks at whether it is time to draw
 HIDDEN_POLL_S = 5.0  # so that no record is missed while nobody watches
 JOIN_S = 5.0
+UNFORESEEN = (RunState.NEW, RunState.FAILED, RunState.LOST)  # when the run's own words are shown
 
 _shown: dict[object, Dashboard] = {}  # by run: showing one anew ends the one before
 
@@ -41,7 +46,7 @@ class Dashboard:
     A kernel shows a run once: a further Dashboard of it takes over from the one before (in any number of browsers).
     """
 
-    def __init__(self, run: Any, *, steps: int = 2) -> None:
+    def __init__(self, run: Any, *, steps: int = 2, clock: Callable[[], float] = time.monotonic) -> None:
         self._key, self._source = _key(run), source_of(run)
         self.error: Exception | None = None
         self._history = History()
@@ -51,17 +56,20 @@ class Dashboard:
         self._status = Status(RunState.NEW)
         self._generation = self._source.generation
         self._drawn: object = None  # what the page shows now
+        self._anew = threading.Event()  # some page shows nothing yet
+        self._errands: SimpleQueue[Callable[[], str]] = SimpleQueue()
+        self._clock = clock
         self._polled_s = 0.0
-        self._pace, self._pulse = Pace(), Pulse()
-        self._drawing = Drawing(self._view)
+        self._pace, self._pulse = Pace(clock), Pulse()
         self.controls = Controls(
             self._source.control,
             self._view,
             self._answers,
             newest=lambda: self._history.newest_step or 0,
-            export=self._export,
-            save_page=self._save_page,
+            export=lambda: self._errands.put(self._export),
+            save_page=lambda: self._errands.put(self._save_page),
         )
+        self._drawing = Drawing(self._view, self.controls.follow_layer, clock)
         self.widget = self._compose()
         self._listen()
         self._closing = threading.Event()
@@ -70,9 +78,8 @@ class Dashboard:
     @classmethod
     def attach(cls, run_dir: str | Path, *, steps: int = 2) -> Dashboard:
         """Follow the run in a folder, alive or over, whichever process trains it; ValueError if there is none."""
-        source = FolderSource(run_dir)
-        source.status()  # a folder that is no run is refused here
-        return cls(source, steps=steps)
+        RunFolder(run_dir).status()  # a folder that is no run is refused here
+        return cls(FolderSource(run_dir), steps=steps)
 
     # ---- the page ----
 
@@ -83,6 +90,7 @@ class Dashboard:
             [
                 drawing.style,
                 widgets.HBox([self._pulse, drawing.headline]),
+                drawing.log,
                 drawing.advice,
                 steering,
                 drawing.held,
@@ -106,8 +114,7 @@ class Dashboard:
 
     def _appeared(self, _: Any) -> None:
         """A page that was reloaded, or a second one, knows the widgets as they were when they were made."""
-        self._drawn = None
-        self._drawing.forget()
+        self._anew.set()
         self._pace.appear()
 
     def _ipython_display_(self) -> None:
@@ -128,6 +135,7 @@ class Dashboard:
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
+        self.controls.close()
         if _shown.get(self._key) is self:
             del _shown[self._key]
         self._source.close()
@@ -139,12 +147,18 @@ class Dashboard:
         while not self._closing.wait(TICK_S):
             try:
                 self._tick()
-            except Exception as error:  # shown, kept; the next tick tries again
-                if self.error is None:
-                    self._answers.say(f"the dashboard could not draw: {type(error).__name__}: {error}", wrong=True)
-                self.error = error
+            except Exception as error:  # shown, kept; the next frame tries again
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        if repr(error) != repr(self.error):
+            self._answers.say(f"the dashboard could not draw: {type(error).__name__}: {error}", wrong=True)
+            self._drawing.say(self._answers)
+        self.error = error
+        self._pulse.sent = self._pace.sent()
 
     def _tick(self) -> None:
+        self._run_errands()
         due = self._pace.due(self._history.step_s)
         if due is Due.FRAME:
             self._look()
@@ -152,12 +166,12 @@ class Dashboard:
                 self._pulse.sent = self._pace.sent()
         elif due is Due.PROBE:
             self._pulse.sent = self._pace.sent()
-        elif time.monotonic() - self._polled_s >= HIDDEN_POLL_S:
+        elif self._clock() - self._polled_s >= HIDDEN_POLL_S:
             self._look()
 
     def _look(self) -> None:
         """Ask the source for news."""
-        self._polled_s = time.monotonic()
+        self._polled_s = self._clock()
         self._info = self._info or self._source.info()
         self._status = self._source.status()
         records = self._source.poll()
@@ -169,14 +183,28 @@ class Dashboard:
 
     def _draw(self) -> bool:
         """Show what is known; False if the page shows exactly that already."""
-        state = (self._history.version, self._status, self._view.state, self._answers.html(), self._info)
-        if state == self._drawn:
+        if self._anew.is_set():
+            self._anew.clear()
+            self._drawn = None
+            self._drawing.forget()
+        log = self._source.log() if self._status.state in UNFORESEEN else ""
+        state = (self._history.version, self._status, self._view.state, self._answers.html(), self._info, log)
+        if state == self._drawn and not self._drawing.overdue:
             return False
-        self._drawing.draw(self._history, self._status, self._info, self._answers)
+        self._drawing.draw(self._history, self._status, self._info, self._answers, log)
         self._drawn = state
         return True
 
     # ---- files ----
+
+    def _run_errands(self) -> None:
+        try:
+            while True:
+                self._answers.say(self._errands.get_nowait()())
+        except Empty:
+            pass
+        except (OSError, ValueError) as error:
+            self._answers.say(str(error), wrong=True)
 
     def _export(self) -> str:
         window = self._history.window(self._view.last_step, self._view.steps)
@@ -199,7 +227,9 @@ def _key(run: Any) -> object:
 
 
 def _close(widget: Any) -> None:
-    """Close a widget and all that it holds."""
-    for child in getattr(widget, "children", ()):
-        _close(child)
+    """Close a widget and all that it holds; layouts and styles are widgets, too."""
+    parts = [*getattr(widget, "children", ()), getattr(widget, "layout", None), getattr(widget, "style", None)]
+    for part in parts:
+        if isinstance(part, widgets.Widget):
+            _close(part)
     widget.close()

@@ -3,32 +3,34 @@
 Note: who may write here. A widget that receives input is never written by the drawing thread: Jupyter would then
 route its messages to that thread's channel, where a busy cell holds them up. Controls are written by the thread that
 makes them and by handlers of browser messages (`sync` is called from one); answers go to a widget of their own.
+
+Note: who may wait. A handler returns at once: another process may take seconds to answer a wish, and the messages
+behind it, acknowledgements of frames among them, would wait, too. One thread carries wishes, in their order.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ipywidgets as widgets
 
 from dashboard.answers import Answers
+from dashboard.subshells import hear_while_busy
 from dashboard.view import View
-from megatrain.remote import RunUnreachableError
 from megatrain.report import Status
 from megatrain.steering import Knobs, Steering, Wish
 
 DEEPEST, MOST_BUFFERS, MOST_RESIDENT, LAST_LAYER = 8, 8, 512, 9999
 LAYER_COLUMNS = ("layer", "forward", "backward", "bytes", "grad_norm", "weight_norm", "output_rms")
-BUTTON = widgets.Layout(width="auto", min_width="40px")
-NUMBER = widgets.Layout(width="150px")
-ROW = widgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="4px 8px")
 
 
 class Controls:
     """steering: called for each wish, as a run may come and go. newest: the newest step's number.
 
-    export, save_page: called by their buttons; each returns what to say.
+    export, save_page: called by their buttons; they return at once, too.
     """
 
     def __init__(
@@ -38,31 +40,45 @@ class Controls:
         answers: Answers,
         *,
         newest: Callable[[], int],
-        export: Callable[[], str],
-        save_page: Callable[[], str],
+        export: Callable[[], None],
+        save_page: Callable[[], None],
     ) -> None:
         self._steering, self._view, self._answers, self._newest = steering, view, answers, newest
+        self._carrier = ThreadPoolExecutor(1, "megatrain-wishes")
+        self._turning = threading.RLock()  # two browsers are heard on two threads
         self._syncing = False
         self._shown: Knobs | None = None
+        self._shown_rows: int | None = None
         self.prefetch_depth = _slider("prefetch depth", 0, DEEPEST, 1, "Layers loaded ahead; 1 is double buffering")
         self.grad_buffers = _slider("gradient buffers", 1, MOST_BUFFERS, 2, "Device buffers for a layer's gradient")
-        self.resident_layers = _number("resident", 0, MOST_RESIDENT, 0, "Further layers kept on the device")
-        self.micro_batch = _number("micro-batch", 1, 4096, 1, "Sequences per layer visit, from the next step on")
-        self.layer = _number("layer", 0, LAST_LAYER, 0, "Where to run to")
+        self.resident_layers = _number("resident", 0, MOST_RESIDENT, 0, "Further layers kept on the device", 125)
+        self.micro_batch = _number("micro-batch", 1, 4096, 1, "Sequences per layer visit, from the next step on", 145)
+        self.layer = _number("layer", 0, LAST_LAYER, 0, "Where to run to", 100)
         self.phase = widgets.Dropdown(
             options=["either way", "forward", "backward"],
-            layout=widgets.Layout(width="110px"),
+            layout=_wide("105px"),
             tooltip="In which pass to hold",
         )
-        self.follow = _number("follow layer", -1, LAST_LAYER, -1, "Fade all other layers; −1 follows none")
+        self.follow = _number("follow layer", -1, LAST_LAYER, -1, "Fade all other layers; −1 follows none", 145)
         self.steps = _slider("steps shown", 1, 3, view.steps, "How many steps the timeline shows")
-        self.sort_by = widgets.Dropdown(options=LAYER_COLUMNS, description="sort by", layout=NUMBER)
-        self.descending = widgets.Checkbox(description="largest first", indent=False, layout=BUTTON)
+        self.sort_by = widgets.Dropdown(options=LAYER_COLUMNS, description="sort by", layout=_wide("200px"))
+        self.descending = widgets.Checkbox(description="largest first", indent=False, layout=_wide("auto"))
         self._bind()
         self.run = self._run_row()
         self.knobs = _row([self.prefetch_depth, self.grad_buffers, self.resident_layers, *self._micro_batch_row()])
         self.sight = self._sight_row(export, save_page)
         self.table = _row([self.sort_by, self.descending])
+        for widget in self.inputs:
+            hear_while_busy(widget)
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Every widget that receives input."""
+        return [widget for row in (self.run, self.knobs, self.sight, self.table) for widget in row.children]
+
+    def close(self) -> None:
+        """Ask for nothing more; what was asked for is still carried."""
+        self._carrier.shutdown(wait=False)
 
     # ---- rows ----
 
@@ -89,13 +105,13 @@ class Controls:
         self.buttons["rows"] = _button("Set", "check", "From the next step on; equal to rounding", self._set_rows)
         return [self.micro_batch, self.buttons["rows"]]
 
-    def _sight_row(self, export: Callable[[], str], save_page: Callable[[], str]) -> Any:
+    def _sight_row(self, export: Callable[[], None], save_page: Callable[[], None]) -> Any:
         made = {
             "earlier": _button("Earlier", "chevron-left", "Show the steps before", self._earlier),
             "later": _button("Later", "chevron-right", "Show the steps after", self._later),
             "live": _button("Live", "circle", "Back to what happens now", self._live),
-            "export": _button("Export trace", "download", "For ui.perfetto.dev", lambda: self._say(export)),
-            "page": _button("Save page", "file", "This dashboard as one HTML file", lambda: self._say(save_page)),
+            "export": _button("Export trace", "download", "For ui.perfetto.dev", export),
+            "page": _button("Save page", "file", "This dashboard as one HTML file", save_page),
         }
         self.buttons |= made
         steps = [made["earlier"], made["later"], made["live"], self.steps]
@@ -115,16 +131,22 @@ class Controls:
     # ---- wishes ----
 
     def _ask(self, wish: Callable[..., Wish], *arguments: Any, **options: Any) -> None:
-        """Pass a wish on, by the name of its method; what becomes of it, also a refusal, is shown."""
+        """Have a wish passed on, by the name of its method."""
+        self._carrier.submit(self._carry, wish.__name__, arguments, options)
+
+    def _carry(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Pass a wish on; what becomes of it, also a refusal, is shown."""
         try:
-            self._answers.wish(getattr(self._steering(), wish.__name__)(*arguments, **options))
-        except (ValueError, RunUnreachableError) as error:
+            self._answers.wish(getattr(self._steering(), name)(*arguments, **options))
+        except Exception as error:  # nobody else would hear of it in this thread
             self._answers.say(str(error), wrong=True)
+            self._shown = None  # what was refused is not so: the next `sync` says what is
 
     def _turned(self, turn: Callable[..., Wish]) -> Callable[[Any], None]:
         def handle(change: Any) -> None:
-            if not self._syncing:
-                self._ask(turn, change["new"])
+            with self._turning:
+                if not self._syncing:
+                    self._ask(turn, change["new"])
 
         return handle
 
@@ -140,17 +162,27 @@ class Controls:
 
     def sync(self, status: Status) -> None:
         """Show knobs that were turned elsewhere. Only from a handler of a browser message: see the note above."""
-        if status.knobs is None or status.knobs == self._shown:
+        with self._turning:
+            self._syncing = True
+            try:
+                self._show_knobs(status.knobs)
+                self._show_rows(status.micro_batch_size)
+            finally:
+                self._syncing = False
+
+    def _show_knobs(self, knobs: Knobs | None) -> None:
+        if knobs is None or knobs == self._shown:
             return
-        first, self._shown, self._syncing = self._shown is None, status.knobs, True
-        try:
-            for name in ("prefetch_depth", "grad_buffers", "resident_layers"):
-                widget, value = getattr(self, name), getattr(status.knobs, name)
-                widget.value = min(value, widget.max)
-            if first and status.micro_batch_size is not None:
-                self.micro_batch.value = status.micro_batch_size
-        finally:
-            self._syncing = False
+        self._shown = knobs
+        for name in ("prefetch_depth", "grad_buffers", "resident_layers"):
+            widget, value = getattr(self, name), getattr(knobs, name)
+            widget.value = min(value, widget.max)
+
+    def _show_rows(self, rows: int | None) -> None:
+        """Only when they change: the number may be half typed."""
+        if rows is not None and rows != self._shown_rows:
+            self._shown_rows = rows
+            self.micro_batch.value = min(rows, self.micro_batch.max)
 
     # ---- the view ----
 
@@ -159,6 +191,10 @@ class Controls:
         self._view.follow = follow if follow >= 0 else None
         self._view.steps = self.steps.value
         self._view.sort_by, self._view.descending = self.sort_by.value, self.descending.value
+
+    def follow_layer(self, layer: int | None) -> None:
+        """Follow the layer that was clicked, or none; once more on the same one lets it go. From a handler, too."""
+        self.follow.value = -1 if layer is None or layer == self._view.follow else layer
 
     def _earlier(self) -> None:
         self._view.earlier(self._newest())
@@ -169,15 +205,9 @@ class Controls:
     def _live(self) -> None:
         self._view.last_step = None
 
-    def _say(self, act: Callable[[], str]) -> None:
-        try:
-            self._answers.say(act())
-        except (OSError, ValueError) as error:
-            self._answers.say(str(error), wrong=True)
-
 
 def _button(text: str, icon: str, tooltip: str, act: Callable[[], None]) -> Any:
-    button = widgets.Button(description=text, icon=icon, tooltip=tooltip, layout=BUTTON)
+    button = widgets.Button(description=text, icon=icon, tooltip=tooltip, layout=_wide("auto"))
     button.on_click(lambda _: act())
     return button
 
@@ -191,11 +221,11 @@ def _slider(text: str, low: int, high: int, value: int, tooltip: str) -> Any:
         tooltip=tooltip,
         continuous_update=False,
         style={"description_width": "initial"},
-        layout=widgets.Layout(width="250px"),
+        layout=_wide("250px"),
     )
 
 
-def _number(text: str, low: int, high: int, value: int, tooltip: str) -> Any:
+def _number(text: str, low: int, high: int, value: int, tooltip: str, width_px: int) -> Any:
     return widgets.BoundedIntText(
         value,
         low,
@@ -203,9 +233,16 @@ def _number(text: str, low: int, high: int, value: int, tooltip: str) -> Any:
         description=text,
         tooltip=tooltip,
         style={"description_width": "initial"},
-        layout=NUMBER,
+        layout=_wide(f"{width_px}px"),
     )
 
 
 def _row(children: Sequence[Any]) -> Any:
-    return widgets.Box(list(children), layout=ROW)
+    layout = widgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="4px")
+    row = widgets.Box(list(children), layout=layout)
+    row.add_class("mt-controls")
+    return row
+
+
+def _wide(width: str) -> Any:
+    return widgets.Layout(width=width, flex="0 0 auto")

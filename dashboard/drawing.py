@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ipywidgets as widgets
@@ -18,22 +19,32 @@ from dashboard.view import View
 from dashboard.words import advice
 from megatrain.report import RunInfo, Status
 
+LINGER_S = 1.5  # for which a panel stays: while one layer runs, the page does not jump
+
 
 class Drawing:
-    """The figure and the panels around it."""
+    """The figure and the panels around it. on_layer: called with the layer of what was clicked, None for no layer's."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, on_layer: Callable[[int | None], None], clock: Callable[[], float]) -> None:
+        self._view, self._on_layer, self._clock = view, on_layer, clock
         self._frame: Frame | None = None
         self.figure = LiveFigure()
         self.style, self.headline, self.advice, self.answers = (widgets.HTML() for _ in range(4))
         self.held, self.buffers, self.summary, self.layers = (widgets.HTML() for _ in range(4))
+        self.log = widgets.HTML()
         self.style.value = panels.STYLE
+        self.advice.layout.min_height = "34px"
+        self._held_s: float | None = None  # when the run was held last, while its panel is there
         for trace in self.figure.data:
             trace.on_click(self._clicked)
 
-    def draw(self, history: History, status: Status, info: RunInfo | None, answers: Answers) -> None:
+    def say(self, answers: Answers) -> None:
+        """Show what became of wishes, whatever else can be shown."""
+        self.answers.value = answers.html()
+
+    def draw(self, history: History, status: Status, info: RunInfo | None, answers: Answers, log: str) -> None:
         """Show all of it; a panel that says the same as before sends nothing."""
+        self.say(answers)
         view = self._view
         window = history.window(view.last_step, view.steps)
         rows = history.layer_rows(view.last_step)
@@ -41,8 +52,8 @@ class Drawing:
         metrics, record = history.metrics_of(view.last_step), history.record(view.last_step)
         self.headline.value = panels.headline(status, info, history.steps, history.newest_memory)
         self.advice.value = panels.sentence(advice(metrics, record)) if metrics and record else ""
-        self.answers.value = answers.html()
-        self.held.value = panels.held_panel(status, history.buffers())
+        self.log.value = panels.last_words(status, log)
+        self._draw_held(status, history)
         self.buffers.value = panels.buffer_strip(history, info)
         self.summary.value = panels.step_summary(metrics, info) if metrics else ""
         self.layers.value = panels.layer_table(rows, view.sort_by, view.descending)
@@ -63,13 +74,24 @@ class Drawing:
         with self.figure.writing:
             update_figure(self.figure, self._frame)
 
+    def _draw_held(self, status: Status, history: History) -> None:
+        if status.held is not None:
+            self._held_s = self._clock()
+            self.held.value = panels.held_panel(status, history.buffers())
+        elif status.state.over or self.overdue:
+            self._held_s = None
+            self.held.value = ""
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a panel has stayed long enough."""
+        return self._held_s is not None and self._clock() - self._held_s >= LINGER_S
+
     def forget(self) -> None:
         """Send everything with the next frame, whatever was sent before."""
         with self.figure.writing:
             forget(self.figure)
 
     def _clicked(self, trace: Any, points: Any, _state: Any) -> None:
-        """Follow the layer of a bar; once more on the same one lets it go."""
         if self._frame is not None and points.point_inds:
-            layer = layer_at(self._frame, points.trace_index, points.point_inds[0])
-            self._view.follow = None if layer == self._view.follow else layer
+            self._on_layer(layer_at(self._frame, points.trace_index, points.point_inds[0]))

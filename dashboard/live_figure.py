@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from dashboard.figures import build_figure
+from dashboard.subshells import hear_while_busy
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
@@ -16,6 +17,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     def __init__(self) -> None:
         self._writing = threading.RLock()
         super().__init__(build_figure())
+        hear_while_busy(self)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         with self._writing:

@@ -45,9 +45,14 @@ STYLE = (
     ".mt .facts b{font-size:15px;font-weight:400;font-variant-numeric:tabular-nums}"
     ".mt table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     ".mt th,.mt td{padding:2px 10px;text-align:right;border-bottom:1px solid rgba(128,128,128,.3);white-space:nowrap}"
-    ".mt caption{text-align:left;font-weight:600;padding-bottom:4px}.mt .error{white-space:pre-wrap}"
+    ".mt caption{text-align:left;font-weight:600;padding-bottom:4px}.mt .error,.mt pre{white-space:pre-wrap}"
+    ".mt pre{font:12px/1.4 monospace;margin:0;color:inherit;background:none;max-height:240px;overflow:auto}"
+    ".mt.answers{height:60px;overflow-y:auto;margin:0}"  # a new answer moves nothing below it
+    ".mt .next{min-height:208px}"  # as high with eight operations as with ten
+    ".mt-controls .widget-readout{min-width:3ch;width:3ch;flex:0 0 auto}"  # what is left is for the slider itself
     "</style>"
 )
+PREPARED = "Its model is made or loaded, and checked; until the first step begins nobody hears a wish."
 ON_COLOUR = {"arriving": "#000", "waiting for AdamW": "#000", "being applied": "#fff"}  # readable on each box
 
 
@@ -63,7 +68,7 @@ def headline(
     status: Status, info: RunInfo | None, steps: Sequence[StepRecord], memory: MemorySample | None = None
 ) -> str:
     """Return the run in one line: state, step, position, loss, tokens per second, time left, memory."""
-    facts = {"state": status.state.value, "step": _step_of(status, info)}
+    facts = {"state": status.state.value, "steps done": _steps_done(status, info)}
     if status.position is not None:
         facts["at"] = f"{status.position.phase} of layer {status.position.layer}"
     if steps:
@@ -77,12 +82,9 @@ def headline(
     return _panel("The run now", _facts(facts) + error)
 
 
-def _step_of(status: Status, info: RunInfo | None) -> str:
-    """Counted from 1, as people do; the one in progress until all are done."""
-    current = status.steps_done if status.state.over else status.steps_done + 1
-    if info is None:
-        return str(current)
-    return f"{min(current, info.steps):,} of {info.steps:,}"
+def _steps_done(status: Status, info: RunInfo | None) -> str:
+    """How many, as the numbers of steps count from 0 wherever else they are shown."""
+    return f"{status.steps_done:,}" + (f" of {info.steps:,}" if info is not None else "")
 
 
 def _tokens_per_s(step: StepRecord) -> str:
@@ -104,6 +106,19 @@ def _memory_facts(memory: MemorySample) -> dict[str, str]:
     if memory.device_used_bytes is not None and memory.device_total_bytes is not None:
         facts["device"] = f"{size(memory.device_used_bytes)} of {size(memory.device_total_bytes)}"
     return facts
+
+
+def last_words(status: Status, log: str) -> str:
+    """Return what a run printed, while nothing else is to be seen of it, and when it ended unforeseen."""
+    if status.state is RunState.NEW:
+        return _panel("The run is being prepared", f"<p>{PREPARED}</p>{_printed(log)}", title=True)
+    if status.state in (RunState.FAILED, RunState.LOST) and log:
+        return _panel("What the run printed last", _printed(log), title=True)
+    return ""
+
+
+def _printed(log: str) -> str:
+    return f"<pre>{escape(log)}</pre>" if log else ""
 
 
 # ---- buffers and host gradients ----
@@ -222,7 +237,7 @@ def _tensor_row(name: str, stats: TensorStats | None) -> str:
 
 def _next(operations: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(operation)}</li>" for operation in operations)
-    return f"<h3>What comes next</h3><ol>{items}</ol>" if items else ""
+    return f'<h3>What comes next</h3><ol class="next">{items}</ol>' if items else ""
 
 
 # ---- layers ----

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 from dashboard.feed import FolderFeed, LiveFeed
 from megatrain.remote import RemoteRun
-from megatrain.report import RunInfo, Status
+from megatrain.report import RunInfo, RunState, Status
 from megatrain.steering import Steering
 from megatrain.trace import Recorder, Records
+
+LOG_LINES = 20
 
 
 class Source(Protocol):
@@ -32,6 +34,9 @@ class Source(Protocol):
 
     def status(self) -> Status:
         """What is so now."""
+
+    def log(self) -> str:
+        """The last lines of what it printed; empty where it prints elsewhere."""
 
     def control(self) -> Steering:
         """Where wishes go; RunUnreachableError if there is nobody to hear them."""
@@ -75,6 +80,9 @@ class LiveSource:
     def status(self) -> Status:
         return self._run.status()
 
+    def log(self) -> str:
+        return ""
+
     def control(self) -> Steering:
         return self._run.control
 
@@ -102,7 +110,11 @@ class FolderSource:
         return self._run.info()
 
     def status(self) -> Status:
-        return self._run.status()
+        """NEW also where no run has begun yet."""
+        return self._run.status() if self.folder.is_dir() else Status(RunState.NEW)
+
+    def log(self) -> str:
+        return self._run.folder.log_tail(LOG_LINES)
 
     def control(self) -> Steering:
         return self._run.control()

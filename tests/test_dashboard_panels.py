@@ -52,14 +52,14 @@ def metrics() -> StepMetrics:
 
 def test_headline() -> None:
     words = text(panels.headline(RUNNING, INFO, HISTORY.steps, memory_sample(0.0)))
-    assert words.startswith("state running step 4 of 100 at backward of layer 4 loss 8.9615 tokens per second 24,976")
+    assert words.startswith("state running steps done 3 of 100 at backward of layer 4 loss 8.9615 tokens per second 24,976")
     assert "time left 32 s arena 3.6 GB process 30 GB" in words
 
 
 def test_headline_of_a_run_that_has_not_begun_and_of_one_that_is_over() -> None:
-    assert text(panels.headline(Status(RunState.NEW), None, [])) == "state new step 1"
+    assert text(panels.headline(Status(RunState.NEW), None, [])) == "state new steps done 0"
     over = Status(RunState.FINISHED, 100)
-    assert "state finished step 100 of 100" in text(panels.headline(over, INFO, HISTORY.steps))
+    assert "state finished steps done 100 of 100" in text(panels.headline(over, INFO, HISTORY.steps))
     assert panels.time_left(over, INFO, HISTORY.steps) == "–"
     assert panels.time_left(replace(RUNNING, state=RunState.PAUSED), INFO, HISTORY.steps) == "32 s, once it runs on"
 

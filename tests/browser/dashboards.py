@@ -1,0 +1,86 @@
+"""A dashboard in a page, as its viewer finds things: by their words and by what the figure shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from playwright.sync_api import Page
+
+WAIT_S = 60
+FIGURE = ".js-plotly-plot"
+WORK, FLAGS = 0, 6  # traces of the figure
+
+TRACE = f"([trace, name]) => Array.from(document.querySelector('{FIGURE}')?.data?.[trace]?.[name] ?? [])"
+OPACITY = f"() => Array.from(document.querySelector('{FIGURE}').data[{WORK}].marker.opacity ?? [])"
+ROWS = f"() => document.querySelector('{FIGURE}').layout.yaxis2.ticktext.map((name) => name.trim())"
+SPAN = f"() => document.querySelector('{FIGURE}').layout.xaxis.range[1]"
+
+
+class DashboardPage:
+    """What can be read and pressed."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+
+    # ---- the figure ----
+
+    def bars(self) -> int:
+        return len(self._trace(WORK, "x"))
+
+    def flags(self) -> list[str]:
+        return self._trace(FLAGS, "text")
+
+    def rows(self, kind: str) -> int:
+        """Device buffers of a kind in the picture."""
+        return sum(name.startswith(kind) for name in self.page.evaluate(ROWS))
+
+    def width_ms(self) -> float:
+        return float(self.page.evaluate(SPAN))
+
+    def opacities(self) -> set[float]:
+        """Of the bars, where some are faded."""
+        return {round(value, 2) for value in self.page.evaluate(OPACITY)}
+
+    def click_bar(self, layer: int) -> None:
+        """Click a bar of this layer in the timeline."""
+        self.page.locator(f"{FIGURE} .cartesianlayer .xy .bars .point", has_text=str(layer)).first.click(force=True)
+
+    def _trace(self, trace: int, name: str) -> list[Any]:
+        values: list[Any] = self.page.evaluate(TRACE, [trace, name])
+        return values
+
+    # ---- panels ----
+
+    def fact(self, name: str) -> str:
+        """A figure of the headline."""
+        facts = self.page.get_by_label("The run now").locator("li")
+        return facts.filter(has=self.page.get_by_text(name, exact=True)).locator("b").inner_text()
+
+    def answers(self) -> list[str]:
+        """Newest first."""
+        return self.page.locator(".mt.answers li").all_inner_texts()
+
+    def held(self) -> str:
+        """What is shown of the place where the run is held."""
+        panel = self.page.locator("section[aria-label^='Held before']")
+        return panel.inner_text() if panel.count() else ""
+
+    # ---- controls ----
+
+    def press(self, name: str) -> None:
+        self.page.get_by_role("button", name=re.compile(f"{name}$")).click()  # an icon stands before it
+
+    def slider(self, name: str) -> Any:
+        """The handle, which takes keys."""
+        return self.page.locator(".widget-slider", has_text=name).get_by_role("slider")
+
+    def turn(self, name: str, key: str = "ArrowRight") -> None:
+        """As somebody without a mouse does."""
+        self.slider(name).focus()
+        self.page.keyboard.press(key)
+
+    def enter(self, name: str, number: int) -> None:
+        """Type a number into a field and leave it."""
+        self.page.get_by_label(name, exact=True).fill(str(number))
+        self.page.keyboard.press("Tab")
