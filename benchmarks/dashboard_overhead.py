@@ -36,7 +36,7 @@ from benchmarks.cpu import RESULTS
 from benchmarks.machine import describe, in_words, slug
 from benchmarks.report import Report
 from benchmarks.table import Cell, table
-from benchmarks.watched import Block, Work, on_cores, serve, watching
+from benchmarks.watched import Block, Drawing, Work, on_cores, serve, watching
 from megatrain.folder import RunFolder
 
 
@@ -71,6 +71,10 @@ class Pair:
     def ratio(self) -> float:
         return statistics.median(self.watched.steps_s) / statistics.median(self.plain.steps_s)
 
+    @property
+    def cpu_ratio(self) -> float:
+        return self.watched.cpu_s / self.plain.cpu_s
+
 
 class Trainer:
     """The trainer's process, as this one sees it."""
@@ -88,8 +92,7 @@ class Trainer:
             return self._train(kind, steps, folder)
         RunFolder(folder).prepare()
         with watching(folder, visible=True, cores=self._viewer_cores) as watch:
-            block = self._train(kind, steps, folder)
-        return replace(block, frames=watch.frames, drawing_s=watch.drawing_s)
+            return replace(self._train(kind, steps, folder), drawing=watch.result())
 
     def _train(self, kind: str, steps: int, folder: Path) -> Block:
         self._pipe.send((kind, steps, folder))
@@ -136,38 +139,62 @@ def _block(trained: Trainer, case: Case, steps: int, *, watched: bool) -> Block:
 
 
 def figures(pairs: list[Pair]) -> dict[str, Any]:
-    """What the JSON file keeps. drawing_share: of one core's time, over watched blocks."""
-    ratios = [pair.ratio for pair in pairs]
-    wall_s = sum(pair.watched.wall_s for pair in pairs)
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    """What the JSON file keeps."""
+    low, middle, high = _quartiles([pair.ratio for pair in pairs])
     return {
         "ratio": middle,
         "ratio_quartiles": [low, high],
         "ratio_of_fastest_steps": _fastest([p.watched for p in pairs]) / _fastest([p.plain for p in pairs]),
+        "ratio_of_cpu_time": _quartiles([pair.cpu_ratio for pair in pairs])[1],
         "step_s": statistics.median(second for pair in pairs for second in pair.plain.steps_s),
-        "frames_per_s": sum(pair.watched.frames for pair in pairs) / wall_s,
-        "drawing_share": sum(pair.watched.drawing_s for pair in pairs) / wall_s,
+        **_drawing([pair.watched.drawing for pair in pairs if pair.watched.drawing is not None]),
         "pairs": [asdict(pair) for pair in pairs],
     }
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
 
 
 def _fastest(blocks: list[Block]) -> float:
     return min(second for block in blocks for second in block.steps_s)
 
 
+def _drawing(drawings: list[Drawing]) -> dict[str, float | None]:
+    """drawing_share: of one core's time, for the thread that draws."""
+    wall_s = sum(drawing.wall_s for drawing in drawings)
+    if not wall_s:
+        return {"frames_per_s": None, "drawing_share": None}
+    return {
+        "frames_per_s": sum(drawing.frames for drawing in drawings) / wall_s,
+        "drawing_share": sum(drawing.cpu_s for drawing in drawings) / wall_s,
+    }
+
+
+HEADER = ["", "with ÷ without", "quartiles", "target", "of fastest", "of CPU time", "s/step", "frames/s", "drawing"]
+
+
 def summary(placements: dict[str, dict[str, Any]]) -> str:
-    header = ["", "with ÷ without", "quartiles", "target", "of fastest", "s/step", "frames/s", "drawing, % of a core"]
-    rows: list[list[Cell]] = []
+    """The short table. Drawing: of one core's time."""
+    return table(
+        HEADER,
+        [_row(f"{placement}, {name}", CASES[name].target, found) for placement, name, found in _each(placements)],
+    )
+
+
+def _each(placements: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for placement, cases in placements.items():
         for name, found in cases.items():
-            low, high = found["ratio_quartiles"]
-            target = CASES[name].target
-            limit = None if target is None else f"< {1 + target:.2f}"
-            ratios: list[Cell] = [f"{found['ratio']:.3f}", f"{low:.3f}–{high:.3f}", limit]
-            drawing = 100 * found["drawing_share"]
-            fastest = f"{found['ratio_of_fastest_steps']:.3f}"
-            rows.append([f"{placement}, {name}", *ratios, fastest, found["step_s"], found["frames_per_s"], drawing])
-    return table(header, rows)
+            yield placement, name, found
+
+
+def _row(name: str, target: float | None, found: dict[str, Any]) -> list[Cell]:
+    ratio, fastest, cpu = (f"{found[f'ratio{of}']:.3f}" for of in ("", "_of_fastest_steps", "_of_cpu_time"))
+    quartiles = "–".join(f"{value:.3f}" for value in found["ratio_quartiles"])
+    limit = None if target is None else f"< {1 + target:.2f}"
+    share = found["drawing_share"]
+    drawing = None if share is None else f"{share:.1%}"
+    return [name, ratio, quartiles, limit, fastest, cpu, found["step_s"], found["frames_per_s"], drawing]
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:

@@ -7,10 +7,11 @@ and threads. A block is one step that is not timed (see `turns`) and some that a
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,20 @@ class Work:
 
 @dataclass
 class Block:
-    """What came of a block. frames: drawn in all of it; drawing_s: CPU seconds of the thread that draws."""
+    """What came of a block's timed steps. cpu_s: of the trainer's process, all threads, during those steps."""
 
     steps_s: list[float]
-    wall_s: float = 0.0
-    frames: int = 0
-    drawing_s: float = 0.0
+    cpu_s: float
+    drawing: Drawing | None = None
+
+
+@dataclass
+class Drawing:
+    """What a dashboard did in `wall_s`. cpu_s: of the thread that draws."""
+
+    wall_s: float
+    cpu_s: float
+    frames: int
 
 
 # ---- a dashboard without a browser ----
@@ -76,12 +85,32 @@ class _Channel(BaseComm):
         self._session.serialize(self._session.msg(msg_type, content, metadata=metadata))
 
 
-@dataclass
 class Watch:
-    """Counts what a dashboard does while it is open."""
+    """Counts what a dashboard does, from `begin` on: at first it has to catch up with all that was recorded before."""
 
-    frames: int = 0
-    drawing_s: float = 0.0
+    def __init__(self, thread: threading.Thread) -> None:
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self._began: tuple[float, float] | None = None
+        self._frames = 0
+
+    def begin(self) -> None:
+        """Called with the first frame or after the first step; later calls change nothing."""
+        self._began = self._began or self._now()
+
+    def frame(self) -> None:
+        self._frames += self._began is not None
+        self.begin()
+
+    def result(self) -> Drawing | None:
+        """While the thread lives."""
+        if self._began is None:
+            return None
+        (wall_s, cpu_s), (from_s, from_cpu_s) = self._now(), self._began
+        return Drawing(wall_s - from_s, cpu_s - from_cpu_s, self._frames)
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.clock_gettime(self._clock)
 
 
 @contextmanager
@@ -90,13 +119,11 @@ def watching(run: TrainingRun | Path, *, visible: bool, cores: tuple[int, ...] =
     before, comm.create_comm = comm.create_comm, _channel
     try:
         dashboard = Dashboard.attach(run) if isinstance(run, Path) else Dashboard(run)
-        watch = Watch()
-        _acknowledge(dashboard, watch, visible=visible)
         with on_cores(cores):  # a thread inherits them
             dashboard.start()
-        clock = time.pthread_getcpuclockid(dashboard._thread.ident or 0)
+        watch = Watch(dashboard._thread)
+        _acknowledge(dashboard, watch, visible=visible)
         yield watch
-        watch.drawing_s = time.clock_gettime(clock)
         dashboard.close()
     finally:
         comm.create_comm = before
@@ -116,7 +143,8 @@ def _acknowledge(dashboard: Dashboard, watch: Watch, *, visible: bool) -> None:
         pulse._handle_custom_msg(said, [])
 
     def painted(change: Any) -> None:
-        watch.frames += 1
+        if visible:  # else it is a probe
+            watch.frame()
         answer(change["new"])
 
     pulse.observe(painted, "sent")
@@ -181,35 +209,43 @@ class Trainer:
         return self._trained(steps, folder, False)
 
     def _bare(self, steps: int) -> Block:
-        times = [time.perf_counter()]
+        times = Times()
         for _ in range(1 + steps):
             self._engine.step(self._batch)
-            times.append(time.perf_counter())
+            times.step_ended()
         self._engine.flush()
-        return _block(times)
+        return times.block()
 
     def _trained(self, steps: int, folder: Path, visible: bool | None) -> Block:
-        times = [time.perf_counter()]
-        run = TrainingRun(
-            self._engine,
-            [self._batch],
-            steps=1 + steps,
-            run_dir=folder,
-            on_step=lambda *_: times.append(time.perf_counter()),
-        )
-        watch = Watch()
+        times = Times()
+        watch: Watch | None = None
+
+        def on_step(*_: Any) -> None:
+            times.step_ended()
+            if watch is not None:
+                watch.begin()
+
+        run = TrainingRun(self._engine, [self._batch], steps=1 + steps, run_dir=folder, on_step=on_step)
         with ExitStack() as beside:
             if visible is not None:
                 watch = beside.enter_context(watching(run, visible=visible, cores=self._viewer_cores))
             run.start().wait()
-        return _block(times, watch)
+            return replace(times.block(), drawing=watch.result() if watch else None)
 
 
-def _block(times: list[float], watch: Watch | None = None) -> Block:
-    """times: when the block and each of its steps ended; the first step is not timed."""
-    watch = watch or Watch()
-    steps_s = [end - start for start, end in pairwise(times[1:])]
-    return Block(steps_s, times[-1] - times[0], watch.frames, watch.drawing_s)
+class Times:
+    """When the steps of a block ended."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, float]] = []
+
+    def step_ended(self) -> None:
+        self._ends.append((time.perf_counter(), time.process_time()))
+
+    def block(self) -> Block:
+        """Without the first step, which began with nothing to update."""
+        steps_s = [end - start for (start, _), (end, _) in pairwise(self._ends)]
+        return Block(steps_s, self._ends[-1][1] - self._ends[0][1])
 
 
 def serve(pipe: Any, work: Work, viewer_cores: tuple[int, ...]) -> None:
