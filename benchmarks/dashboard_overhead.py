@@ -107,13 +107,26 @@ def trainer(work: Work, viewer_cores: tuple[int, ...]) -> Iterator[Trainer]:
     here, there = context.Pipe()
     with ExitStack() as stack:
         folders = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        os.environ["OMP_NUM_THREADS"] = str(work.threads)
         process = context.Process(target=serve, args=(there, work, viewer_cores), daemon=True)
-        process.start()
+        with _environment("OMP_NUM_THREADS", str(work.threads)):
+            process.start()
         there.close()  # so that its death is heard
         stack.callback(process.join)
         stack.callback(here.send, None)
         yield Trainer(here, folders, viewer_cores)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def placed(work: Work, placement: str) -> tuple[Work, tuple[int, ...]]:

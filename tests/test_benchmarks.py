@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, gpu, machine, parity, streaming
+from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, streaming
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
+from benchmarks.dashboard_overhead import Pair
 from benchmarks.report import Report
 from benchmarks.shapes import LLAMA, TINY, batches, make_model
 from benchmarks.table import table
 from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
+from benchmarks.watched import Block, Drawing
 
 
 def test_a_table_aligns_names_left_and_figures_right() -> None:
@@ -315,3 +318,55 @@ def test_cpu_benchmark_compares_both_dtypes(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "bfloat16, plain Hugging Face" in printed
     assert "busy s/step" in printed
+
+
+# ---- the dashboard's cost ----
+
+
+def block(*steps_s: float, cpu_s: float = 1.0, frames: int | None = None) -> Block:
+    return Block([*steps_s], cpu_s, None if frames is None else Drawing(wall_s=2.0, cpu_s=0.1, frames=frames))
+
+
+def test_overhead_is_the_median_ratio_of_pairs() -> None:
+    pairs = [
+        Pair(block(1.0, 3.0), block(2.2, 2.2, cpu_s=1.5, frames=8)),
+        Pair(block(1.0, 1.0), block(1.0, 5.0, cpu_s=1.0, frames=4)),
+        Pair(block(2.0, 2.0), block(2.0, 2.0, cpu_s=1.2, frames=6)),
+    ]
+    found = dashboard_overhead.figures(pairs)
+    assert [pair.ratio for pair in pairs] == pytest.approx([1.1, 3.0, 1.0])
+    assert (found["ratio"], found["ratio_of_cpu_time"]) == pytest.approx((1.1, 1.2))
+    assert found["ratio_quartiles"] == pytest.approx([1.05, 2.05])
+    assert found["ratio_of_fastest_steps"] == 1.0
+    assert found["frames_per_s"] == 3.0
+    assert found["drawing_share"] == pytest.approx(0.05)
+
+
+def test_pairs_alternate_which_side_comes_first_and_the_first_pair_does_not_count() -> None:
+    asked: list[str] = []
+
+    class Recorded:
+        def block(self, kind: str, steps: int, *, follow: bool = False) -> Block:
+            asked.append(f"{kind}, followed" if follow else kind)
+            return block(1.0 * steps)
+
+    trained: Any = Recorded()
+    pairs = list(dashboard_overhead.measure(trained, dashboard_overhead.CASES["process"], 2, 3, lambda: None))
+    plain, watched = "alone", "run, followed"
+    assert asked == [plain, watched, watched, plain, plain, watched]
+    assert len(pairs) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are chosen as Linux does it")
+def test_every_case_of_the_dashboards_cost_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "dashboard.json"
+    command = ["--tiny", "--pairs", "1", "--steps", "1", "--placements", "pinned", "--out", str(out)]
+    dashboard_overhead.main(command)
+    found = json.loads(out.read_text())["placements"]["pinned"]
+    assert found.keys() == dashboard_overhead.CASES.keys()
+    assert all(case["ratio"] > 0 for case in found.values())
+    assert found["journal"]["drawing_share"] is None
+    assert found["hidden"]["frames_per_s"] == 0
+    printed = capsys.readouterr().out
+    assert "pinned, process" in printed
+    assert "< 1.01" in printed
