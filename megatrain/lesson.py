@@ -37,7 +37,7 @@ LAYERS, HIDDEN, VOCABULARY = 4, 256, 512
 ROWS, SEQUENCE = 8, 128  # of a batch
 STEPS = 4  # trained at a time
 POLL_S = 0.1
-ENDING_S = 60.0  # within which a run that hears no more wishes has saved its model and is over
+ENDING_S = 15.0  # within which a run that hears no more wishes has saved its model and is over
 
 
 # ---- a pipeline to learn from ----

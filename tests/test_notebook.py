@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,7 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "finetune_120b.ipynb"
-STEPS = 4
+STEPS = 24  # enough for the tour
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +32,21 @@ def executed(run_dir: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def outputs(notebook: nbformat.NotebookNode) -> str:
-    """Everything that the cells printed."""
-    found = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return "".join(output.get("text", "") for output in found)
+def outputs(notebook: nbformat.NotebookNode, source: str = "") -> str:
+    """Everything that the cells with this piece of source printed or displayed as text."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
+    found = [output for cell in cells for output in cell.outputs]
+    return "".join(output.get("text", "") + output.get("data", {}).get("text/markdown", "") for output in found)
+
+
+def mime_types(notebook: nbformat.NotebookNode, source: str) -> set[str]:
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
+    return {mime_type for cell in cells for output in cell.outputs for mime_type in output.get("data", {})}
+
+
+def turns_of_depth(folder: Path) -> list[tuple[object, object]]:
+    markers = [json.loads(line) for line in (folder / "markers.jsonl").read_text().splitlines()]
+    return [(marker["old"], marker["new"]) for marker in markers if marker["name"] == "prefetch_depth"]
 
 
 def test_the_notebook_holds_no_stored_outputs() -> None:
@@ -49,14 +62,27 @@ def test_it_plans_the_real_model_here_and_on_a_larger_machine(executed: nbformat
     assert "it fits" in said
 
 
-def test_the_timeline_is_shown_as_a_figure(executed: nbformat.NotebookNode) -> None:
-    shown = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("application/vnd.plotly.v1+json" in output.get("data", {}) for output in shown)
+def test_the_dashboard_is_shown_and_the_timeline_beside_the_tour(executed: nbformat.NotebookNode) -> None:
+    assert "application/vnd.jupyter.widget-view+json" in mime_types(executed, "Dashboard(run)")
+    assert "application/vnd.plotly.v1+json" in mime_types(executed, "set_prefetch_depth(0)")
+
+
+def test_the_tour_takes_place_while_the_run_goes_on(executed: nbformat.NotebookNode, run_dir: Path) -> None:
+    assert "already" not in outputs(executed, "while_it_trains")
+    assert len(re.findall(r"(?:forward|backward) of layer \d+ done", outputs(executed, "step_layer"))) == 3
+    assert turns_of_depth(run_dir) == [(1, 0), (0, 2)]
+    assert "is running" in outputs(executed, "stranger")
+
+
+def test_without_a_buffer_ahead_the_advice_says_so(executed: nbformat.NotebookNode) -> None:
+    assert "Prefetch depth is 0: raise it" in outputs(executed, "set_prefetch_depth(0)")
+    assert "Prefetch depth is 0" not in outputs(executed, "set_prefetch_depth(2)")
 
 
 def test_training_leaves_a_model_a_page_and_a_trace(executed: nbformat.NotebookNode, run_dir: Path) -> None:
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == STEPS
     assert (run_dir / "model" / "config.json").exists()
+    assert (run_dir / "model" / "tokenizer.json").exists()
     assert (run_dir / "timeline.html").stat().st_size > 1_000_000  # with plotly.js inside, for offline use
     assert (run_dir / "trace.json.gz").exists()
 
