@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-DOES_NOT_FIT, WRONG_USE = 1, 2  # exit codes
+DOES_NOT_FIT = FAILED = 1  # exit codes
+WRONG_USE = 2
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -102,6 +105,97 @@ def plan(
 
 
 @app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help='A YAML file; see README, "A run as a file".')],
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Changes on top of it, such as engine.prefetch_depth=2 run.steps=100.")
+    ] = None,
+) -> None:
+    """Train what a configuration file says. Ctrl-C stops after the step in progress, twice at once.
+
+    Exit code 0: all steps done; 1: it failed; 2: wrong use; 3: stopped by Ctrl-C, can be resumed; 130: stopped at once.
+    """
+    from megatrain.settings import load_settings
+
+    with _told_errors():
+        settings = load_settings(config, changes or ())
+        from megatrain import terminal
+
+        code = terminal.train(settings)
+    raise typer.Exit(code)
+
+
+@app.command()
+def resume(run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")]) -> None:
+    """Go on from a run's newest checkpoint, with the same bits as without the break. Exit codes as for `train`."""
+    from megatrain.settings import settings_of
+
+    with _told_errors():
+        settings = settings_of(run)
+        from megatrain import terminal
+
+        code = terminal.train(settings, resume=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    """Say how a run is doing, wherever it trains. Exit code 0: it trains or is done; 1: it failed or is lost."""
+    from megatrain.remote import RemoteRun
+    from megatrain.report import RunState
+
+    with _told_errors():
+        found = RemoteRun(run)
+        now, info = found.status(), found.info()
+        found.close()
+    total = f" of {info.steps:,}" if info else ""
+    typer.echo(f"{now.state.value}: {now.steps_done:,}{total} steps done" + (f", {info.model}" if info else ""))
+    if now.position is not None:
+        typer.echo(f"at {now.position}")
+    if now.error:
+        typer.echo(now.error)
+    raise typer.Exit(1 if now.state in (RunState.FAILED, RunState.LOST) else 0)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")],
+    out: Annotated[Path, typer.Argument(help="Where the model goes, in Hugging Face's format.")],
+    step: Annotated[int | None, typer.Option(help="Of which checkpoint; the newest if not given.")] = None,
+) -> None:
+    """Write the model of a checkpoint, so that from_pretrained finds it."""
+    from megatrain.settings import settings_of
+
+    with _told_errors():
+        settings_of(run)  # refused before anything heavy is loaded
+        from megatrain.jobs import export as export_model
+
+        done = export_model(run, out, step)
+    typer.echo(f"the model after step {done} is in {out}")
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, alive or over.")],
+    out: Annotated[Path, typer.Argument(help="A .json or .json.gz file, for ui.perfetto.dev.")],
+    steps: Annotated[int, typer.Option(min=1, help="How many of the last steps.")] = 10,
+) -> None:
+    """Write what every lane did in the last steps as a Chrome trace."""
+    from megatrain.folder import RunFolder
+    from megatrain.journal import JournalReader
+    from megatrain.trace import write_chrome_trace
+
+    with _told_errors():
+        RunFolder(run).status()  # a folder that is no run is refused here
+        reader = JournalReader(run)
+        records = reader.poll()
+        reader.close()
+        last = records.steps[-steps:]
+        write_chrome_trace(out, records, start_s=last[0].start_s if last else 0.0)
+    typer.echo(f"{len(last)} steps are in {out}")
+
+
+@app.command()
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Folder for the model, the timeline page and the metrics.")] = Path(
         "runs/demo"
@@ -139,6 +233,16 @@ def dashboard(
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
+
+
+@contextmanager
+def _told_errors() -> Iterator[None]:
+    """What is wrong is told in one line: wrong use (ValueError) or what could not be read or written."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(WRONG_USE if isinstance(error, ValueError) else FAILED) from None
 
 
 def _print_plan(model: str, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int) -> bool:

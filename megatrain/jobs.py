@@ -1,0 +1,109 @@
+"""From settings to a run: the model, the data and the engine that a configuration file asks for."""
+
+from __future__ import annotations
+
+import platform
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.anatomy.load import from_config, load_model, load_tokenizer
+from megatrain.anatomy.presets import named_config
+from megatrain.checkpoint import Keep, restore
+from megatrain.checkpoint.store import Checkpoints
+from megatrain.data import Batches, load_records, tokenize
+from megatrain.engine import StepResult, StreamingEngine
+from megatrain.folder import RunFolder
+from megatrain.run import LearningRate, TrainingRun, cosine_schedule
+from megatrain.settings import SETTINGS_FILE, Settings, dump_settings, settings_of
+
+ENVIRONMENT_FILE = "environment.txt"
+PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+
+
+def make_engine(settings: Settings) -> StreamingEngine:
+    """Load or make the model, and put it into an engine."""
+    random.seed(settings.run.seed)
+    torch.manual_seed(settings.run.seed)
+    dtype = getattr(torch, settings.engine.dtype)
+    if settings.model.from_scratch:
+        model = from_config(named_config(settings.model.name), dtype=dtype, seed=settings.run.seed)
+    else:
+        model = load_model(settings.model.name, dtype=dtype)
+    return StreamingEngine(model, settings.engine, settings.optimizer)
+
+
+def make_batches(settings: Settings) -> Batches:
+    """Read, tokenize and shuffle the data."""
+    data = settings.data
+    records = load_records(
+        data.source, split=data.split, config=data.config, format=data.format, on_bad_record=data.on_bad_record
+    )
+    dataset = tokenize(
+        records,
+        make_tokenizer(settings),
+        data.sequence,
+        too_long=data.too_long,
+        pack=data.pack,
+        on_bad_record=data.on_bad_record,
+    )
+    return Batches(dataset, data.batch, seed=settings.run.seed, shuffle=data.shuffle)
+
+
+def make_tokenizer(settings: Settings) -> Any:
+    return load_tokenizer(settings.model.tokenizer or settings.model.name)
+
+
+def make_schedule(settings: Settings) -> LearningRate:
+    """Step, from 0 → learning rate."""
+    run, peak = settings.run, settings.optimizer.lr
+    floor = peak if run.schedule == "constant" else peak * run.floor
+    return cosine_schedule(peak, run.steps, warmup=run.warmup, floor=floor)
+
+
+def make_run(
+    settings: Settings,
+    *,
+    resume: bool = False,
+    process: bool = False,
+    on_step: Callable[[int, StepResult], None] | None = None,
+) -> TrainingRun:
+    """A run, ready to start; its folder says what it was asked to do."""
+    run = settings.run
+    return TrainingRun(
+        partial(make_engine, settings) if process else make_engine(settings),
+        partial(make_batches, settings) if process else make_batches(settings),
+        steps=run.steps,
+        lr_schedule=make_schedule(settings),
+        run_dir=run.folder,
+        on_step=on_step,
+        save=run.save,
+        checkpoint_every=run.checkpoint_every,
+        keep=Keep(run.keep_last, run.keep_every),
+        resume=resume,
+    )
+
+
+def note_settings(settings: Settings) -> None:
+    """Leave in the run's folder what it was asked to do, and with which versions."""
+    folder = Path(settings.run.folder)
+    versions = [f"{name}=={metadata.version(name)}" for name in PACKAGES]
+    about = [f"# Python {sys.version.split()[0]}, {platform.platform()}", *versions]
+    (folder / SETTINGS_FILE).write_text(dump_settings(settings))
+    (folder / ENVIRONMENT_FILE).write_text("\n".join(about) + "\n")
+
+
+def export(folder: str | Path, out: str | Path, step: int | None = None) -> int:
+    """Write the model of a run's checkpoint, by default the newest, in Hugging Face's format; returns its step."""
+    settings = settings_of(folder)
+    with make_engine(settings) as engine:
+        done = restore(engine, Checkpoints(RunFolder(folder).checkpoints), step).step
+        engine.save_pretrained(out)
+    make_tokenizer(settings).save_pretrained(out)
+    return done

@@ -1,0 +1,218 @@
+"""A run as a file: what to train, on what, how, and where to; YAML, with key=value on top. No torch.
+
+Every key is a field of one of the dataclasses below or of `config`; a key that is none of them, or a value of another
+type, is refused with its place in the file and what was probably meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.plain import to_plain
+
+SETTINGS_FILE = "settings.yaml"  # in a run's folder: what it was asked to do, every default written out
+PARTS_OF_UNIONS = (
+    "list[",
+    "literal[",
+    "function",
+    "str",
+    "int",
+    "float",
+    "bool",
+    "constrained",
+)  # in pydantic's places
+
+
+class SettingsError(ValueError):
+    """A file, key or value that cannot be used; the message names it and the way out."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 3e-5 for a string, as it wants a point; everyone who writes a learning rate means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _require(condition: bool, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{rule}; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """name: a folder or a model of the hub, with its tokenizer. tokenizer: another one.
+
+    from_scratch: random weights in the same form, seeded by `run.seed`.
+    """
+
+    name: str
+    tokenizer: str | None = None
+    from_scratch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """source: files, a folder, or a data set of the hub (see README, "Data"). sequence: tokens, at most.
+
+    Chats train every assistant turn, and nothing else; raw text trains all of it. too_long, on_bad_record: what
+    becomes of records that are. pack: several documents per sequence, kept apart.
+    """
+
+    source: str | list[str]
+    split: str = "train"
+    config: str | None = None
+    format: Literal["text", "alpaca", "messages", "sharegpt"] | None = None
+    sequence: int = 2048
+    batch: int = 8
+    pack: bool = True
+    too_long: Literal["split", "reject"] | None = None
+    on_bad_record: Literal["error", "skip"] = "error"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.sequence >= 2, "sequence must be at least 2 tokens", self.sequence)
+        _require(self.batch >= 1, "batch must be at least 1 sequence per step", self.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """folder: of the run. steps: optimizer steps. warmup: of them; schedule: what follows, down to `floor` × lr.
+
+    checkpoint_every: steps between complete states; keep_last, keep_every: which of them stay.
+    """
+
+    folder: str
+    steps: int
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = 0
+    floor: float = 0.1
+    checkpoint_every: int | None = None
+    keep_last: int = 3
+    keep_every: int | None = None
+    seed: int = 0
+    save: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, "steps must be at least 1", self.steps)
+        _require(0 <= self.warmup <= self.steps, "warmup must be between 0 and the number of steps", self.warmup)
+        _require(0 <= self.floor <= 1, "floor must be between 0 and 1, a share of lr", self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A whole run."""
+
+    model: ModelSettings
+    data: DataSettings
+    run: RunSettings
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+
+
+def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:
+    """Read a YAML file, then apply changes such as "engine.prefetch_depth=2"; SettingsError for what is not right."""
+    values = _read(Path(path))
+    for change in changes:
+        _apply(values, change)
+    return _settings(values, str(path))
+
+
+def dump_settings(settings: Settings) -> str:
+    """The settings as YAML, every default written out, so that it says what ran."""
+    return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
+
+
+def settings_of(folder: str | Path) -> Settings:
+    """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`."""
+    path = Path(folder) / SETTINGS_FILE
+    if not path.exists():
+        raise SettingsError(f"{folder} has no {SETTINGS_FILE}: only runs begun by `megatrain train` can be found again")
+    return load_settings(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path} must hold keys such as model:, data: and run:; it holds {type(values).__name__}")
+    return values
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not all(key.split(".")):
+        raise SettingsError(f"a change is written key=value, such as engine.prefetch_depth=2; got {change!r}")
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise SettingsError(f"{change!r}: {name} is a value, and has no keys of its own")
+    try:
+        values[last] = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise SettingsError(f"{change!r}: the value is no YAML; quote it") from None
+
+
+def _settings(values: Mapping[str, Any], where: str) -> Settings:
+    _check_keys(Settings, values, where, ())
+    try:
+        return TypeAdapter(Settings).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        problems = [_problem(problem) for problem in error.errors(include_url=False)]
+        raise SettingsError(f"{where}: " + "; ".join(problems)) from None
+
+
+def _check_keys(kind: Any, values: Any, where: str, path: tuple[str, ...]) -> None:
+    """Refuse keys that are no fields, at any depth, and suggest the nearest one that is."""
+    if not isinstance(values, Mapping):
+        return
+    kinds, names = get_type_hints(kind), [each.name for each in fields(kind)]
+    for key, value in values.items():
+        if key not in names:
+            raise SettingsError(
+                f"{where}: {'.'.join((*path, str(key)))} is no setting; {_meant(str(key), path, names)}"
+            )
+        inner = _dataclass_in(kinds[key])
+        if inner is not None:
+            _check_keys(inner, value, where, (*path, key))
+
+
+def _meant(key: str, path: tuple[str, ...], names: list[str]) -> str:
+    near = get_close_matches(key, names, n=1, cutoff=0.4)
+    if near:
+        return f"did you mean {'.'.join((*path, near[0]))}?"
+    return f"{'.'.join(path) or 'the file'} has {', '.join(names)}"
+
+
+def _dataclass_in(hint: Any) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((option for option in options if is_dataclass(option)), None)
+
+
+def _problem(problem: Any) -> str:
+    place = ".".join(
+        str(part) for part in problem["loc"] if not str(part).startswith(("list[", "literal[", "function"))
+    )
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    said = problem["msg"].removeprefix("Value error, ")
+    given = "" if problem["type"] == "value_error" else f"; got {problem['input']!r}"
+    return f"{place}: {said}{given}"

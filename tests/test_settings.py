@@ -1,0 +1,122 @@
+"""Configuration files: what is right becomes dataclasses, what is wrong is refused with its place and the way out."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import AdamWConfig, EngineConfig, Throttle
+from megatrain.settings import DataSettings, SettingsError, dump_settings, load_settings
+
+LEAST = {
+    "model": {"name": "m"},
+    "data": {"source": "d.jsonl"},
+    "run": {"folder": "runs/x", "steps": 10},
+}
+
+
+def written(folder: Path, values: object) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return path
+
+
+def test_the_least_that_is_needed(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, LEAST))
+    assert (settings.model.name, settings.data.source, settings.run.steps) == ("m", "d.jsonl", 10)
+    assert (settings.engine, settings.optimizer) == (EngineConfig(), AdamWConfig())
+
+
+def test_everything_can_be_said_and_comes_back(tmp_path: Path) -> None:
+    values = {
+        **LEAST,
+        "data": {"source": ["a.jsonl", "b.jsonl"], "sequence": 128, "pack": False, "too_long": "reject"},
+        "engine": {"prefetch_depth": 2, "resident_layers": "auto", "throttle": {"link_bytes_per_s": 1e9}},
+        "optimizer": {"lr": 1, "betas": [0.8, 0.9], "max_grad_norm": None},
+    }
+    settings = load_settings(written(tmp_path, values))
+    assert settings.engine == EngineConfig(
+        prefetch_depth=2, resident_layers="auto", throttle=Throttle(link_bytes_per_s=1e9)
+    )
+    assert settings.optimizer.betas == (0.8, 0.9)
+    assert settings.optimizer.lr == 1.0
+    again = load_settings(written(tmp_path, dump_settings(settings)))
+    assert again == settings
+
+
+def test_changes_come_on_top(tmp_path: Path) -> None:
+    path = written(tmp_path, LEAST)
+    changed = load_settings(path, ["engine.prefetch_depth=3", "run.steps=5", "optimizer.lr=3e-5", "data.source=[x, y]"])
+    assert (changed.engine.prefetch_depth, changed.run.steps, changed.data.source) == (3, 5, ["x", "y"])
+    assert changed.optimizer.lr == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("engine.prefetch_dept=2", "engine.prefetch_dept is no setting; did you mean engine.prefetch_depth?"),
+        ("enigne.prefetch_depth=2", "enigne is no setting; did you mean engine?"),
+        ("run.zzz=1", "run.zzz is no setting; run has folder, steps,"),
+        (
+            "engine.throttle.link=1",
+            "engine.throttle.link is no setting; did you mean engine.throttle.link_bytes_per_s?",
+        ),
+        ("engine.prefetch_depth=two", "engine.prefetch_depth: Input should be a valid integer; got 'two'"),
+        ("engine.prefetch_depth=-1", "engine: prefetch_depth must be a whole number ≥ 0 "),
+        ("engine.dtype=float16", "engine.dtype: Input should be 'bfloat16' or 'float32'; got 'float16'"),
+        ("run.steps=0", "run: steps must be at least 1; got 0"),
+        ("run.steps=null", "run.steps: Input should be a valid integer; got None"),
+        ("data.source=null", "data.source"),
+        ("optimizer.lr=fast", "optimizer.lr: Input should be a valid number; got 'fast'"),
+        ("run.warmup=11", "run: warmup must be between 0 and the number of steps; got 11"),
+        ("engine", "a change is written key=value"),
+        ("=3", "a change is written key=value"),
+        ("model.name.x=3", "name is a value, and has no keys of its own"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings(written(tmp_path, LEAST), [change])
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is no YAML"),
+        ("- 1\n- 2\n", "must hold keys such as model:, data: and run:; it holds list"),
+        ("", "it holds NoneType"),
+        ("model: {name: m}\n", "data is missing; run is missing"),
+        ("model: 3\ndata: {source: d}\nrun: {folder: f, steps: 1}\n", "model: "),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=r"run\.yaml") as error:
+        load_settings(written(tmp_path, text))
+    assert said in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        load_settings(tmp_path / "none.yaml")
+
+
+@given(st.text(max_size=200))
+def test_no_text_is_more_than_refused(text: str) -> None:
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        with pytest.raises(SettingsError):
+            load_settings(path)
+
+
+def test_data_rules() -> None:
+    with pytest.raises(ValueError, match="sequence must be at least 2 tokens; got 1"):
+        DataSettings(source="x", sequence=1)

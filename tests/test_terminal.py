@@ -1,0 +1,176 @@
+"""The commands that train: a run from a file, its end told by exit codes, Ctrl-C, resume, status, export, trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatrain.checkpoint import Checkpoints
+from megatrain.data import train_tokenizer
+
+pytestmark = pytest.mark.timeout(240)
+
+TEXTS = ["the cat sat on the mat and saw a dog", "a dog sat on the cat and the mat", "mats and cats and dogs"] * 8
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model, its tokenizer, and a data file."""
+    folder = tmp_path_factory.mktemp("workplace")
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def settings_file(workplace: Path, folder: Path, **run: Any) -> Path:
+    values = {
+        "model": {"name": str(workplace / "model")},
+        "data": {"source": str(workplace / "data.jsonl"), "sequence": 16, "batch": 4},
+        "engine": {"device": "cpu", "dtype": "float32", "micro_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "run": {"folder": str(folder), "steps": 6, "warmup": 1, "checkpoint_every": 2, **run},
+    }
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "megatrain.cli", *map(str, arguments)]
+
+
+def megatrain(*arguments: object, expected: int = 0) -> str:
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def begun(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_a_file_to_its_exported_model(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = megatrain("train", settings_file(workplace, folder), "run.steps=7")
+    assert f"done: 7 steps; model in {folder}/model" in said
+    assert re.search(r"step 7 of 7: loss \d", said)  # lines where there is no terminal
+    assert len(losses(folder)) == 7
+    assert yaml.safe_load((folder / "settings.yaml").read_text())["run"]["steps"] == 7
+    assert "torch==" in (folder / "environment.txt").read_text()
+    assert Checkpoints(folder / "checkpoints").steps() == [4, 6, 7]
+    assert "finished: 7 of 7 steps done, llama" in megatrain("status", folder)
+    assert "2 steps are in" in megatrain("trace", folder, tmp_path / "out.json.gz", "--steps", "2")
+    with gzip.open(tmp_path / "out.json.gz") as file:
+        steps = {e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "step"}
+    assert steps == {"step 5", "step 6"}
+    assert "after step 7" in megatrain("export", folder, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), trained.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token_id is not None
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Path, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    megatrain("train", settings_file(workplace, straight, steps=40))
+    folder = tmp_path / "broken"
+    file = settings_file(workplace, folder, steps=40, checkpoint_every=1000)
+    process = begun("train", file, "engine.throttle.link_bytes_per_s=1e6")
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    assert "stopping after this step" in said
+    assert f"go on with: megatrain resume {folder}" in said
+    done = len(losses(folder))
+    assert done < 40
+    assert Checkpoints(folder / "checkpoints").steps() == [done]
+    assert f"stopped: {done} of 40 steps done" in megatrain("status", folder)
+    settings = (folder / "settings.yaml").read_text().replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null")
+    (folder / "settings.yaml").write_text(settings)
+    megatrain("resume", folder)
+    assert losses(folder) == losses(straight)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_twice_stops_at_once(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = settings_file(workplace, folder, steps=1000)
+    slow = "engine.throttle.link_bytes_per_s=2e3"  # a step would take minutes
+    process = subprocess.Popen(
+        command("train", file, slow),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: (folder / "run.json").exists())
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["train", "none.yaml"], 2, "none.yaml cannot be read"),
+        (["train", "{file}", "engine.prefetch_dept=2"], 2, "did you mean engine.prefetch_depth?"),
+        (["train", "{file}", "data.source=none.jsonl"], 2, "none.jsonl"),
+        (["resume", "{nowhere}"], 2, "only runs begun by `megatrain train` can be found again"),
+        (["status", "{nowhere}"], 2, "a run's folder is needed"),
+        (["trace", "{nowhere}", "x.json"], 2, "a run's folder is needed"),
+        (["export", "{nowhere}", "x"], 2, "only runs begun by"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line(
+    workplace: Path, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    file = settings_file(workplace, tmp_path / "run")
+    filled = [argument.format(file=file, nowhere=tmp_path / "nowhere") for argument in arguments]
+    output = megatrain(*filled, expected=code)
+    assert said in output
+    assert "Traceback" not in output
