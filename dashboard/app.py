@@ -145,10 +145,13 @@ class Dashboard:
 
     def _main(self) -> None:
         while not self._closing.wait(TICK_S):
-            try:
-                self._tick()
-            except Exception as error:  # shown, kept; the next frame tries again
-                self._complain(error)
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            self._tick()
+        except Exception as error:  # shown, kept; the next frame tries again
+            self._complain(error)
 
     def _complain(self, error: Exception) -> None:
         if repr(error) != repr(self.error):
