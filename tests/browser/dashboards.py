@@ -15,6 +15,11 @@ TRACE = f"([trace, name]) => Array.from(document.querySelector('{FIGURE}')?.data
 OPACITY = f"() => Array.from(document.querySelector('{FIGURE}').data[{WORK}].marker.opacity ?? [])"
 ROWS = f"() => document.querySelector('{FIGURE}').layout.yaxis2.ticktext.map((name) => name.trim())"
 SPAN = f"() => document.querySelector('{FIGURE}').layout.xaxis.range[1]"
+OVER = f"""() => {{
+  const whole = document.querySelector('{FIGURE}').closest('.jp-OutputArea-output').getBoundingClientRect();
+  const parts = document.querySelectorAll('.mt-controls button, .mt-controls input, .mt section, .mt li, .mt table');
+  return Math.max(...[...parts].map((part) => part.getBoundingClientRect().right - whole.right));
+}}"""
 
 
 class DashboardPage:
@@ -28,8 +33,9 @@ class DashboardPage:
     def bars(self) -> int:
         return len(self._trace(WORK, "x"))
 
-    def flags(self) -> list[str]:
-        return self._trace(FLAGS, "text")
+    def flags(self) -> str:
+        """What the flags above the timeline say; those close together share one."""
+        return " ".join(self._trace(FLAGS, "hovertext"))
 
     def rows(self, kind: str) -> int:
         """Device buffers of a kind in the picture."""
@@ -65,6 +71,10 @@ class DashboardPage:
         """What is shown of the place where the run is held."""
         panel = self.page.locator("section[aria-label^='Held before']")
         return panel.inner_text() if panel.count() else ""
+
+    def widest(self) -> float:
+        """By how many pixels the widest part stands over the edge of the output."""
+        return float(self.page.evaluate(OVER))
 
     # ---- controls ----
 

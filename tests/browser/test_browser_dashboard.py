@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,30 @@ from dashboards import DashboardPage
 from pages import NotebookPage, Watch
 from playwright.sync_api import Browser
 from servers import LabServer, wait_until
-from slow_runs import LAYERS, slow_run
+from slow_runs import LAYERS, end_run, slow_run
+from viewers import viewing
 
 from megatrain import TrainingRun
+from megatrain.report import RunState
 
 HERE = Path(__file__).parent
 IMPORTS = f"import sys\nsys.path += {[str(HERE.parent), str(HERE)]}\nfrom dashboard import Dashboard"
 START = "from slow_runs import slow_run\nrun = slow_run({folder!r}).start()"
 SHOW = "shown = Dashboard(run)\nshown"
 ATTACH = "shown = Dashboard.attach({folder!r})\nshown"
-BUSY = "import time\nwhile not run.status().position or time.sleep(0.1):\n    pass"
+BUSY = "import time\nfrom pathlib import Path\nwhile not Path({flag!r}).exists():\n    time.sleep(0.1)"
 
 
 @pytest.fixture
 def board(notebook: NotebookPage) -> DashboardPage:
     return DashboardPage(notebook.page)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """For a run that the test starts; it ends with the test, also with one that failed."""
+    yield tmp_path / "run"
+    end_run(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +50,8 @@ def run(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_a_run_is_watched_and_steered(
-    notebook: NotebookPage, board: DashboardPage, server: LabServer, tmp_path: Path, chromium: Browser
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, folder: Path, chromium: Browser
 ) -> None:
-    folder = tmp_path / "run"
     name = server.write_notebook("steered.ipynb", IMPORTS, START.format(folder=str(folder)), SHOW)
     notebook.open_notebook(server.lab_url(name))
     notebook.run_all()
@@ -69,22 +78,23 @@ def grows(notebook: NotebookPage, board: DashboardPage) -> None:
 
 def turned_by_keyboard(notebook: NotebookPage, board: DashboardPage) -> None:
     assert board.rows("weights") == 2
-    board.turn("prefetch depth")
-    notebook.wait_for(lambda: board.answers()[0].startswith("✓ prefetch depth 2"), "it took effect")
     board.press("Pause")  # so that what is shown does not pass by
+    notebook.wait_for(lambda: board.fact("state") == "paused", "it is held")
+    board.turn("prefetch depth")
+    board.press("Step one layer")
+    notebook.wait_for(lambda: "✓ prefetch depth 2" in str(board.answers()), "it took effect")
     notebook.wait_for(lambda: board.rows("weights") == 3, "a third buffer is in the picture")
     notebook.wait_for(lambda: "depth 1→2" in board.flags(), "a marker says since when")
     notebook.screenshot("depth_2")
     board.turn("prefetch depth")
     board.turn("prefetch depth")
-    notebook.wait_for(lambda: "leaves" in board.answers()[0] or "GB" in board.answers()[0], "a refusal says why")
+    notebook.wait_for(lambda: "need 0.1 MB on the device" in board.answers()[0], "a refusal says why")
     notebook.screenshot("refused")
     handle = board.slider("prefetch depth")
     notebook.wait_for(lambda: handle.get_attribute("aria-valuetext") == "3", "the slider says what is so")
 
 
 def stepped(notebook: NotebookPage, board: DashboardPage) -> None:
-    notebook.wait_for(lambda: board.fact("state") == "paused", "it is held")
     run_to(notebook, board, 0, "forward")
     for layer in (1, 2, 3):
         board.press("Step one layer")
@@ -140,3 +150,107 @@ def files_written(notebook: NotebookPage, board: DashboardPage, folder: Path, ch
         page.wait_for_selector(".js-plotly-plot .bars .point")
         assert not watch.problems
         assert not watch.foreign
+
+
+def test_a_run_is_found_again_after_a_reload_and_a_restart(
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, run: TrainingRun, tmp_path: Path
+) -> None:
+    busy = BUSY.format(flag=str(tmp_path / "enough"))
+    name = server.write_notebook("found.ipynb", IMPORTS, ATTACH.format(folder=str(run.folder)), busy)
+    notebook.open_notebook(server.lab_url(name))
+    notebook.run_all(wait=False)
+    notebook.wait_for(lambda: board.bars() > 30, "the past is drawn")
+    steered(notebook, board, run)  # while the last cell runs
+    assert notebook.page.evaluate("window.megatrainRan") is False
+    (tmp_path / "enough").touch()
+    notebook.wait_for_run()
+    notebook.reload()
+    notebook.wait_for(lambda: board.bars() > 30, "the whole picture is back")
+    steered(notebook, board, run)
+    notebook.screenshot("reloaded")
+    notebook.restart_kernel()
+    notebook.run_cell(0)
+    notebook.run_cell(1)
+    notebook.wait_for(lambda: board.bars() > 30, "a new kernel shows what it missed")
+    steered(notebook, board, run)
+
+
+def steered(notebook: NotebookPage, board: DashboardPage, run: TrainingRun) -> None:
+    board.press("Pause")
+    notebook.wait_for(lambda: run.state is RunState.PAUSED, "it is held")
+    board.press("Resume")
+    notebook.wait_for(lambda: run.state is RunState.RUNNING, "it runs on")
+
+
+def test_two_windows_and_two_kernels_show_one_run(
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, run: TrainingRun, chromium: Browser
+) -> None:
+    attach = ATTACH.format(folder=str(run.folder))
+    first, second = (server.write_notebook(name, IMPORTS, attach) for name in ("one.ipynb", "two.ipynb"))
+    notebook.open_notebook(server.lab_url(first))
+    notebook.run_all()
+    notebook.save()
+    for name, same_kernel in ((first, True), (second, False)):
+        with another_window(chromium) as other:
+            other.open_notebook(server.lab_url(name))
+            if not same_kernel:
+                other.run_all()
+            there = DashboardPage(other.page)
+            notebook.wait_for(lambda there=there: min(board.bars(), there.bars()) > 30, "both are drawn")
+            turned_there_seen_here(notebook, there, board)
+            steered(notebook, board, run)
+            if not same_kernel:
+                other.shut_down_kernel()
+
+
+def turned_there_seen_here(notebook: NotebookPage, there: DashboardPage, here: DashboardPage) -> None:
+    value = "2" if here.slider("prefetch depth").get_attribute("aria-valuetext") == "1" else "1"
+    there.turn("prefetch depth", "ArrowRight" if value == "2" else "ArrowLeft")
+    handle = here.slider("prefetch depth")
+    notebook.wait_for(lambda: handle.get_attribute("aria-valuetext") == value, "the knob turns here, too")
+
+
+@contextmanager
+def another_window(chromium: Browser) -> Iterator[NotebookPage]:
+    with chromium.new_context(viewport={"width": 1400, "height": 1000}) as context:
+        page = NotebookPage(context.new_page())
+        yield page
+        assert not page.watch.problems, "\n".join(page.watch.problems)
+
+
+@pytest.mark.parametrize("width", [1000, 1800])
+def test_in_the_dark_nothing_is_wider_than_the_page(
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, run: TrainingRun, width: int
+) -> None:
+    name = server.write_notebook(f"dark{width}.ipynb", IMPORTS, ATTACH.format(folder=str(run.folder)))
+    notebook.page.set_viewport_size({"width": width, "height": 2600})
+    notebook.open_notebook(server.lab_url(name))
+    notebook.page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    notebook.run_all()
+    notebook.wait_for(lambda: board.bars() > 30, "it is drawn")
+    notebook.screenshot(f"dark_{width}")
+    assert board.widest() <= 1
+
+
+def test_in_notebook_7(notebook: NotebookPage, board: DashboardPage, server: LabServer, run: TrainingRun) -> None:
+    name = server.write_notebook("seven.ipynb", IMPORTS, ATTACH.format(folder=str(run.folder)))
+    notebook.open_notebook(server.notebook_url(name))
+    notebook.run_all()
+    notebook.wait_for(lambda: board.bars() > 30, "it is drawn")
+    steered(notebook, board, run)
+    notebook.screenshot("notebook_7")
+
+
+def test_as_a_page_of_its_own(chromium: Browser, run: TrainingRun, tmp_path: Path) -> None:
+    assert run.folder
+    with viewing(run.folder, tmp_path) as viewer, chromium.new_context() as context:
+        page = context.new_page()
+        watch, board = Watch(page), DashboardPage(page)
+        page.goto(viewer.url, wait_until="commit")
+        page.wait_for_selector(".js-plotly-plot", timeout=120_000)
+        waiting = NotebookPage(page)
+        waiting.wait_for(lambda: board.bars() > 30, "it is drawn")
+        steered(waiting, board, run)
+        waiting.screenshot("viewer")
+        assert not watch.problems, "\n".join(watch.problems)
+        assert not watch.foreign, "\n".join(watch.foreign)
