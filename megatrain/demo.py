@@ -139,7 +139,7 @@ def choose(machine: Machine, *, minutes: float, steps: int) -> Choice:
     return best
 
 
-def with_visible_link(choice: Choice, load: float = 0.5) -> Choice:
+def with_visible_link(choice: Choice, load: float = 0.3) -> Choice:
     """Slow the link down until a layer takes about `load` times as long to load as its forward does.
 
     Without a GPU a load is a copy within host memory, too short to be seen. Most of what this adds is hidden.
