@@ -36,6 +36,11 @@ BOUND: dict[WaitCause, str] = {
 LANE_OF: dict[WaitCause, Lane] = {"weights": "h2d", "gradient buffer": "d2h", "optimizer": "host"}
 
 
+# The share of compute's seconds under which a lane's seconds have to hide. A layer costs one part forward, one for its
+# recompute and two backward: half of the loads meet the forward's quarter, unloads all but that, updates that alone.
+COVER: dict[WaitCause, float] = {"weights": 0.5, "gradient buffer": 0.75, "optimizer": 0.25}
+
+
 def layer_name(layer: int | None) -> str:
     return "shell (embeddings, norm, head)" if layer is None else f"layer {layer}"
 
@@ -139,9 +144,10 @@ def _way_out(cause: WaitCause, metrics: StepMetrics, record: StepRecord) -> str:
 def _more_tokens(cause: WaitCause, metrics: StepMetrics, record: StepRecord) -> str:
     """Compute grows with the tokens of a step; weights, gradients and updates do not."""
     busy_s, compute_s = metrics.busy_s[LANE_OF[cause]], metrics.busy_s["compute"]
-    if busy_s <= compute_s:
+    cover_s = COVER[cause] * compute_s
+    if busy_s <= cover_s:
         return _more_buffers(cause, busy_s / compute_s, record)
-    tokens = record.sequence_tokens * busy_s / compute_s if compute_s else float("inf")
+    tokens = record.sequence_tokens * busy_s / cover_s if compute_s else float("inf")
     if tokens == float("inf"):
         return "More tokens per step would hide them."
     return f"About {count(tokens)} tokens per step would hide {_them(cause)}; now {count(record.sequence_tokens)}."

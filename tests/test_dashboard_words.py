@@ -26,7 +26,7 @@ def test_weights_bind_and_more_tokens_would_hide_them() -> None:
     bound = metrics(span("h2d", "load", 0, 9), span("compute", "forward", 9, 10))
     assert advice(bound, RECORD) == (
         "Transfers bind: compute waited 90% of step 12 for weights. "
-        "About 18 K tokens per step would hide them; now 2 K."
+        "About 36 K tokens per step would hide them; now 2 K."
     )
 
 
@@ -49,7 +49,7 @@ def test_gradient_buffers_bind() -> None:
     slow = metrics(span("compute", "backward", 0, 1), span("d2h", "unload", 1, 9), late)
     assert advice(slow, RECORD) == (
         "Gradients bind: compute waited 80% of step 12 for a free gradient buffer. "
-        "About 8 K tokens per step would hide them; now 2 K."
+        "About 11 K tokens per step would hide them; now 2 K."
     )
     burst = metrics(span("compute", "backward", 0, 7), span("d2h", "unload", 7, 9), late)
     assert advice(burst, RECORD).endswith(
@@ -61,7 +61,7 @@ def test_the_optimizer_binds() -> None:
     bound = metrics(span("host", "update", 0, 8), span("compute", "forward", 8, 10))
     assert advice(bound, RECORD) == (
         "The optimizer binds: compute waited 80% of step 12 for AdamW. "
-        "About 8 K tokens per step would hide it; now 2 K."
+        "About 32 K tokens per step would hide it; now 2 K."
     )
     short = metrics(span("host", "update", 0, 1), span("compute", "forward", 1, 10))
     assert advice(short, RECORD).endswith(
