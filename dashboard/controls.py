@@ -94,12 +94,17 @@ class Controls:
                 "Finish step", "fast-forward", "To the next step, then hold", lambda: ask(Steering.finish_step)
             ),
             "to": _button("Run to", "crosshairs", "Run until this layer is next", self._run_to),
+            "checkpoint": _button(
+                "Checkpoint", "archive", "Write one after this step; training goes on", lambda: ask(Steering.checkpoint)
+            ),
             "stop": _button("Stop", "stop", "End after this step", lambda: ask(Steering.stop)),
             "save": _button("Stop and save", "save", "End after this step and save the model", self._stop_and_save),
         }
         buttons = self.buttons
         first = [buttons[name] for name in ("pause", "resume", "layer", "step")]
-        return _row([*first, buttons["to"], self.layer, self.phase, buttons["stop"], buttons["save"]])
+        return _row(
+            [*first, buttons["to"], self.layer, self.phase, *(buttons[name] for name in ("checkpoint", "stop", "save"))]
+        )
 
     def _micro_batch_row(self) -> list[Any]:
         self.buttons["rows"] = _button("Set", "check", "From the next step on; equal to rounding", self._set_rows)

@@ -82,6 +82,7 @@ def desk() -> Iterator[Desk]:
         ("step", ("finish_step", (), {})),
         ("to", ("run_to_layer", (0, None), {})),
         ("stop", ("stop", (), {})),
+        ("checkpoint", ("checkpoint", (), {})),
         ("save", ("stop", (), {"save": True})),
         ("rows", ("set_micro_batch_size", (1,), {})),
     ],
@@ -114,7 +115,17 @@ def test_where_to_run_to(desk: Desk) -> None:
 
 def test_every_button_is_tried_here(desk: Desk) -> None:
     looks = {"earlier", "later", "live", "export", "page"}
-    assert set(desk.controls.buttons) == looks | {"pause", "resume", "layer", "step", "to", "stop", "save", "rows"}
+    assert set(desk.controls.buttons) == looks | {
+        "pause",
+        "resume",
+        "layer",
+        "step",
+        "to",
+        "checkpoint",
+        "stop",
+        "save",
+        "rows",
+    }
 
 
 @pytest.mark.parametrize("error", [ValueError("depth 7: <does not fit>"), RunUnreachableError("nobody answers")])
@@ -222,6 +233,6 @@ def test_files_are_left_to_whoever_knows_the_records(desk: Desk) -> None:
 def test_the_browser_decides_which_thread_hears_an_input(desk: Desk) -> None:
     """Not ipykernel, which would take the one that runs cells."""
     inputs = desk.controls.inputs
-    assert len(inputs) == 23
+    assert len(inputs) == 24
     for widget in inputs:
         assert widget.comm._reply_subshell_for({"method": "update"}, "subshell") == "subshell"
