@@ -48,7 +48,7 @@ STYLE = (
     ".mt caption{text-align:left;font-weight:600;padding-bottom:4px}.mt .error,.mt pre{white-space:pre-wrap}"
     ".mt pre{font:12px/1.4 monospace;margin:0;color:inherit;background:none;max-height:240px;overflow:auto}"
     ".mt.answers{height:60px;overflow-y:auto;margin:0}"  # a new answer moves nothing below it
-    ".mt .next{min-height:208px}"  # as high with eight operations as with ten
+    ".mt .next{height:226px;overflow-y:auto}"  # however many operations, it is as high
     ".mt-controls .widget-readout{min-width:3ch;width:3ch;flex:0 0 auto}"  # what is left is for the slider itself
     "</style>"
 )
