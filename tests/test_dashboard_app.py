@@ -20,6 +20,7 @@ from stages import HELD, MadeUpRun, Stage
 from traced_run import TracedRun, memory_sample
 
 from dashboard import Dashboard
+from dashboard.axis import Window
 from dashboard.columns import make_frame
 from dashboard.figures import update_figure
 from dashboard.history import History
@@ -265,6 +266,36 @@ def test_no_update_of_the_figure_is_lost_to_a_message_from_the_browser(sent: lis
         sys.setswitchinterval(interval)
     updated = [widget for widget, name in sent if widget is figure and name == threading.current_thread().name]
     assert len(updated) >= updates
+
+
+def test_an_update_waits_for_the_message_that_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a widget reads a message it keeps what it would send: an update that came between would be merged away."""
+    figure = LiveFigure()
+    frame = make_frame(History(TracedRun().steps(2).snapshot()), Window(0.0, 1.0))
+    reading, read_on = threading.Event(), threading.Event()
+
+    def read_slowly(value: Any, _: Any) -> Any:
+        reading.set()
+        assert read_on.wait(10)
+        return value
+
+    def update() -> None:
+        with figure.writing:
+            update_figure(figure, frame)
+
+    monkeypatch.setattr(figure, "_trait_from_json", read_slowly)
+    browser = threading.Thread(target=figure.set_state, args=({"_last_layout_edit_id": 1},))
+    drawing = threading.Thread(target=update)
+    browser.start()
+    assert reading.wait(10)
+    drawing.start()
+    drawing.join(0.3)
+    assert drawing.is_alive()
+    assert figure.data[0].x is None
+    read_on.set()
+    browser.join()
+    drawing.join()
+    assert len(figure.data[0].x) > 20
 
 
 # ---- life ----
