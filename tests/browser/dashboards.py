@@ -12,12 +12,11 @@ from playwright.sync_api import Page
 WAIT_S = 90  # other tests share the processors
 ASK_EVERY_MS = 250
 FIGURE = ".js-plotly-plot"
-WORK, FLAGS = 0, 6  # traces of the figure
+WORK, NAMES, FLAGS = 0, 5, 6  # traces of the figure
 
 TRACE = f"([trace, name]) => Array.from(document.querySelector('{FIGURE}')?.data?.[trace]?.[name] ?? [])"
 OPACITY = f"() => Array.from(document.querySelector('{FIGURE}').data[{WORK}].marker.opacity ?? [])"
 ROWS = f"() => document.querySelector('{FIGURE}').layout.yaxis2.ticktext.map((name) => name.trim())"
-SPAN = f"() => document.querySelector('{FIGURE}').layout.xaxis.range[1]"
 OVER = f"""() => {{
   const whole = document.querySelector('{FIGURE}').closest('.jp-OutputArea-output').getBoundingClientRect();
   const parts = document.querySelectorAll('.mt-controls button, .mt-controls input, .mt section, .mt li, .mt table');
@@ -47,12 +46,13 @@ class DashboardPage:
         """What the flags above the timeline say; those close together share one."""
         return " ".join(self._trace(FLAGS, "hovertext"))
 
+    def steps(self) -> list[int]:
+        """Numbers of the steps that begin in the picture."""
+        return [int(name.split()[1]) for name in self._trace(NAMES, "text")]
+
     def rows(self, kind: str) -> int:
         """Device buffers of a kind in the picture."""
         return sum(name.startswith(kind) for name in self.page.evaluate(ROWS))
-
-    def width_ms(self) -> float:
-        return float(self.page.evaluate(SPAN))
 
     def opacities(self) -> set[float]:
         """Of the bars, where some are faded."""
@@ -72,6 +72,9 @@ class DashboardPage:
         """A figure of the headline."""
         facts = self.page.get_by_label("The run now").locator("li")
         return facts.filter(has=self.page.get_by_text(name, exact=True)).locator("b").inner_text()
+
+    def steps_done(self) -> int:
+        return int(self.fact("steps done").split()[0].replace(",", ""))
 
     def answers(self) -> list[str]:
         """Newest first."""
