@@ -60,7 +60,7 @@ class Controls:
             tooltip="In which pass to hold",
         )
         self.follow = _number("follow layer", -1, LAST_LAYER, -1, "Fade all other layers; −1 follows none", 145)
-        self.steps = _slider("steps shown", 1, 3, view.steps, "How many steps the timeline shows")
+        self.steps = _slider("steps shown", 1, 3, view.steps, "How many steps the timeline shows", 190)
         self.sort_by = widgets.Dropdown(options=LAYER_COLUMNS, description="sort by", layout=_wide("200px"))
         self.descending = widgets.Checkbox(description="largest first", indent=False, layout=_wide("auto"))
         self._bind()
@@ -102,9 +102,7 @@ class Controls:
         }
         buttons = self.buttons
         first = [buttons[name] for name in ("pause", "resume", "layer", "step")]
-        return _row(
-            [*first, buttons["to"], self.layer, self.phase, *(buttons[name] for name in ("checkpoint", "stop", "save"))]
-        )
+        return _row([*first, buttons["to"], self.layer, self.phase, buttons["stop"], buttons["save"]])
 
     def _micro_batch_row(self) -> list[Any]:
         self.buttons["rows"] = _button("Set", "check", "From the next step on; equal to rounding", self._set_rows)
@@ -120,7 +118,8 @@ class Controls:
         }
         self.buttons |= made
         steps = [made["earlier"], made["later"], made["live"], self.steps]
-        return _row([*steps, self.follow, made["export"], made["page"]])
+        files = [self.buttons[name] for name in ("export", "page", "checkpoint")]
+        return _row([*steps, self.follow, *files])
 
     def _bind(self) -> None:
         turns = {
@@ -217,7 +216,7 @@ def _button(text: str, icon: str, tooltip: str, act: Callable[[], None]) -> Any:
     return button
 
 
-def _slider(text: str, low: int, high: int, value: int, tooltip: str) -> Any:
+def _slider(text: str, low: int, high: int, value: int, tooltip: str, width_px: int = 250) -> Any:
     return widgets.IntSlider(
         value,
         low,
@@ -226,7 +225,7 @@ def _slider(text: str, low: int, high: int, value: int, tooltip: str) -> Any:
         tooltip=tooltip,
         continuous_update=False,
         style={"description_width": "initial"},
-        layout=_wide("250px"),
+        layout=_wide(f"{width_px}px"),
     )
 
 

@@ -31,6 +31,7 @@ from megatrain.trace import MemorySample, SlotChange, StepMetrics, StepRecord
 STYLE = (
     "<style>"
     ".mt{font:13px/1.45 system-ui,sans-serif;color:inherit;margin:0 0 10px}"
+    "section.mt{overflow-x:auto}"  # a wide table scrolls in itself
     ".mt h3{font-size:13px;font-weight:600;margin:0 0 4px}.mt ul,.mt ol{margin:0;padding:0;list-style:none}"
     ".mt p{margin:0 0 4px}.mt .side{display:flex;flex-wrap:wrap;gap:8px 32px}"
     ".mt .wrong{border-left:4px solid #D55E00;padding-left:6px}"

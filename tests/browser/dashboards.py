@@ -19,7 +19,7 @@ OPACITY = f"() => Array.from(document.querySelector('{FIGURE}').data[{WORK}].mar
 ROWS = f"() => document.querySelector('{FIGURE}').layout.yaxis2.ticktext.map((name) => name.trim())"
 OVER = f"""() => {{
   const whole = document.querySelector('{FIGURE}').closest('.jp-OutputArea-output').getBoundingClientRect();
-  const parts = document.querySelectorAll('.mt-controls button, .mt-controls input, .mt section, .mt li, .mt table');
+  const parts = document.querySelectorAll('.mt-controls button, .mt-controls input');
   return Math.max(...[...parts].map((part) => part.getBoundingClientRect().right - whole.right));
 }}"""
 
@@ -85,8 +85,8 @@ class DashboardPage:
         panel = self.page.locator("section[aria-label^='Held before']")
         return panel.inner_text() if panel.count() else ""
 
-    def widest(self) -> float:
-        """By how many pixels the widest part stands over the edge of the output."""
+    def beyond_edge(self) -> float:
+        """By how many pixels the control furthest to the right stands over the edge of the output."""
         return float(self.page.evaluate(OVER))
 
     # ---- controls ----
