@@ -31,6 +31,8 @@ from megatrain.folder import RunFolder
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.trace import write_chrome_trace
 
+NARROWEST = "860px"  # in which the figure can be read
+LOOK_S = 0.2  # least time between two looks at a run: one that stands still is not asked at every tick
 TICK_S = 0.05  # between looks at whether it is time to draw
 HIDDEN_POLL_S = 5.0  # so that no record is missed while nobody watches
 JOIN_S = 5.0
@@ -95,7 +97,7 @@ class Dashboard:
                 steering,
                 drawing.held,
                 controls.sight,
-                drawing.figure,
+                _scrolling(drawing.figure),
                 drawing.buffers,
                 drawing.summary,
                 controls.table,
@@ -164,7 +166,8 @@ class Dashboard:
         self._run_errands()
         due = self._pace.due(self._history.step_s)
         if due is Due.FRAME:
-            self._look()
+            if self._clock() - self._polled_s >= LOOK_S:
+                self._look()
             if self._draw():
                 self._pulse.sent = self._pace.sent()
         elif due is Due.PROBE:
@@ -222,6 +225,12 @@ class Dashboard:
 
     def _folder(self) -> Path:
         return self._source.folder or Path.cwd()
+
+
+def _scrolling(figure: Any) -> Any:
+    """Where a page is narrower than titles and legends need, the figure scrolls sideways."""
+    wide = widgets.Box([figure], layout=widgets.Layout(flex="1 0 auto", width="100%", min_width=NARROWEST))
+    return widgets.Box([wide], layout=widgets.Layout(overflow="auto hidden", width="100%"))
 
 
 def _key(run: Any) -> object:

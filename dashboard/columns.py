@@ -182,7 +182,8 @@ def marker_flags(markers: Iterable[Marker], axis: Axis) -> list[Flag]:
 def _flag(markers: list[Marker], axis: Axis) -> Flag:
     more = f" +{len(markers) - 1}" if len(markers) > 1 else ""
     hover = "<br><br>".join(marker_words(marker) for marker in markers[:12])
-    return Flag(axis.ms(markers[0].time_s), marker_label(markers[0]) + more, hover)
+    named = next((marker for marker in markers if marker.name != "paused"), markers[0])  # says more
+    return Flag(axis.ms(markers[0].time_s), marker_label(named) + more, hover)
 
 
 # ---- buffers ----

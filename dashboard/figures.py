@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 from plotly.basedatatypes import Undefined
 
@@ -139,9 +140,9 @@ FIRST_LIMIT = FIRST_CURVE + len(CURVES)
 def build_figure() -> go.Figure:
     """Return the figure with all its traces, empty."""
     bars = [
-        _bar_trace(TIMELINE, list(OP_COLOURS.values())),
-        _bar_trace(TIMELINE, list(WAIT_COLOURS.values())).update(marker_pattern={"shape": "/", "size": 5}),
-        _bar_trace(BUFFERS, list(STATE_COLOURS.values())),
+        _bar_trace(TIMELINE),
+        _bar_trace(TIMELINE).update(marker_pattern={"shape": "/", "size": 5}),
+        _bar_trace(BUFFERS),
     ]
     texts = [_text_trace(LAYERS), _text_trace(TIMELINE), _flag_trace()]
     lines = [_rule(plot, colour) for colour in (INK, VERMILLION) for plot in (TIMELINE, BUFFERS)]
@@ -202,9 +203,10 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _wanted(frame: Frame) -> dict[int, Values]:
-    bars = {WORK: frame.work, WAITS: frame.waits, SEGMENTS: frame.buffers}
+    lanes, buffers = np.array([*OP_COLOURS.values(), *WAIT_COLOURS.values()]), np.array([*STATE_COLOURS.values()])
+    bars = {WORK: (frame.work, lanes), WAITS: (frame.waits, lanes), SEGMENTS: (frame.buffers, buffers)}
     segments_end = len(frame.buffer_names) - 0.5
-    wanted = {trace: _bars(drawn, frame) for trace, drawn in bars.items()}
+    wanted = {trace: _bars(*drawn, frame) for trace, drawn in bars.items()}
     wanted |= {HEAT: _heat(frame.layers), RANGES: _ranges(frame.layers)}
     wanted |= {NAMES: _names(frame.steps), FLAGS: _flags(frame.markers, frame.width_ms)}
     for traces, flags in ((STEP_LINES, frame.steps), (MARKER_LINES, frame.markers)):
@@ -212,13 +214,13 @@ def _wanted(frame: Frame) -> dict[int, Values]:
     return wanted | _curves(frame) | _limits(frame)
 
 
-def _bars(bars: Bars, frame: Frame) -> Values:
+def _bars(bars: Bars, colours: npt.NDArray[np.str_], frame: Frame) -> Values:
     opacity = 1.0 if frame.follow is None else np.where(bars.layer == frame.follow, 1, FADED).astype(np.float32)
     return {
         "base": bars.start_ms,
         "x": np.maximum(bars.duration_ms, np.float32(frame.width_ms * THINNEST)),
         "y": bars.row,
-        "marker.color": bars.kind,
+        "marker.color": colours[bars.kind.astype(np.intp)].astype(object),
         "marker.opacity": opacity,
         "marker.line.width": 0.4 if len(bars) <= OUTLINED else 0,  # an outline would wash out thin bars
         "text": np.array(bars.label, object),
@@ -311,19 +313,12 @@ _PLOT_AXES = {plot: {"xaxis": f"x{plot}", "yaxis": f"y{plot}"} for plot in PLACE
 }
 
 
-def _bar_trace(plot: int, colours: Sequence[str]) -> go.Bar:
-    steps = len(colours)
-    scale = [[edge / steps, colour] for i, colour in enumerate(colours) for edge in (i, i + 1)]
-    first = len(OP_COLOURS) if colours == list(WAIT_COLOURS.values()) else 0
+def _bar_trace(plot: int) -> go.Bar:
+    """Bars get their colours by name: numbers on a colour scale make plotly.js complain of every label."""
     return go.Bar(
         orientation="h",
         width=0.8,
-        marker={
-            "colorscale": scale,
-            "cmin": first - 0.5,
-            "cmax": first + steps - 0.5,
-            "line": {"color": "rgba(255,255,255,0.5)"},
-        },
+        marker={"line": {"color": "rgba(255,255,255,0.5)"}},
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,

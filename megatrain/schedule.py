@@ -80,10 +80,11 @@ class Op:
     def words(self) -> str:
         """For people: "load layer 3 into slot 1"."""
         what = "the shell" if self.layer is None else f"layer {self.layer}"
-        words = f"{self.kind.value} {what}"
+        words = self.kind.value if self.lane == "engine" else f"{self.kind.value} {what}"
         words += f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         words += f", weights slot {self.slot}" if self.slot is not None else ""
-        return words + (f", gradient buffer {self.buffer}" if self.buffer is not None else "")
+        words += f", gradient buffer {self.buffer}" if self.buffer is not None else ""
+        return words.replace("add,", "add").replace("remove,", "remove")
 
     def __str__(self) -> str:
         """Short and complete, for reading and for literal lists in tests: "forward 3 mb0 slot1 after 7"."""
