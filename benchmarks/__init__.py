@@ -3,6 +3,8 @@
     python -m benchmarks.cpu      against plain PyTorch on this CPU, in turn, in one run
     python -m benchmarks.gpu      on a CUDA card: parity, link, AdamW, depths, capped memory, beside plain PyTorch
     python -m benchmarks.adamw    AdamW alone, beside plain copies
+    python -m benchmarks.dashboard_update     milliseconds and bytes of one update of the dashboard
+    python -m benchmarks.dashboard_overhead   step time of a run that is watched, beside one that is not
 
 machine     the machine in words, without its name        contenders  the engine and plain training, one step each
 shapes      Llama shapes, models and batches              turns       A B A B timing, and what is made of it

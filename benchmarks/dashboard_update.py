@@ -32,7 +32,7 @@ from megatrain.trace import LayerStats, MemorySample, Records, SlotChange, Span,
 
 LAYERS, MICRO_BATCHES, LAYER_BYTES = 36, 4, 436_000_000
 UPDATES, WARM_UP = 120, 20
-BARS = (100, 400, 1000)
+CASES = ((12, 400), (36, 100), (36, 400), (36, 1000))  # layers, most bars; beyond them bars stand for several spans
 INFO = RunInfo(
     *("made up", LAYERS, 10_000, 1, 0.0, "cuda", LAYER_BYTES, LAYER_BYTES, LAYER_BYTES, {"weights": 10**11}),
     *(10**12, 8 * 10**10, None, 55e9, 50e9, 1e15),
@@ -40,16 +40,17 @@ INFO = RunInfo(
 
 
 def main() -> None:
-    print(table(["bars", "drawn", "ms, median", "ms, p90", "kB a message, median"], [measure(bars) for bars in BARS]))
+    heads = ["layers", "bars", "drawn", "ms, median", "ms, p90", "kB a message, median"]
+    print(table(heads, [[str(layers), *measure(bars, layers)] for layers, bars in CASES]))
 
 
-def measure(bars: int) -> list[str | float]:
+def measure(bars: int, layers: int = LAYERS) -> list[str | float]:
     """Feed two steps, then a portion at a time, so many that the bars of two steps come and go."""
     comm = CountingComm()
     figure = go.FigureWidget(build_figure())
     figure.comm = comm
     history, drawn, milliseconds, sizes = History(peak_flops_per_s=1e15), 0, [], []
-    for number, records in zip(range(UPDATES), portions(), strict=False):
+    for number, records in zip(range(UPDATES), portions(layers), strict=False):
         comm.nbytes = 0
         start = time.thread_time()
         drawn = update(history, records, figure, bars)
@@ -101,10 +102,10 @@ class CountingComm(BaseComm):
 # ---- a made-up run ----
 
 
-def portions() -> Iterator[Records]:
+def portions(layers: int) -> Iterator[Records]:
     """Records as a poll brings them: a step's first, then twelve portions to each step."""
     for step in range(10_000):
-        records = a_step(step)
+        records = a_step(step, layers)
         size = -(-len(records.spans) // 12)
         for first in range(0, len(records.spans), size):
             spans = records.spans[first : first + size]
@@ -115,12 +116,12 @@ def portions() -> Iterator[Records]:
             yield Records(spans, changes, samples, records.steps * whole, records.layers * whole)
 
 
-def a_step(step: int) -> Records:
+def a_step(step: int, layers: int) -> Records:
     start_s = now_s = step * 1.0
     spans, changes = [], []
-    length_s = 0.9 / (LAYERS * MICRO_BATCHES * 4)
+    length_s = 0.9 / (layers * MICRO_BATCHES * 4)
     for op in ("forward", "backward"):
-        for layer in range(LAYERS) if op == "forward" else reversed(range(LAYERS)):
+        for layer in range(layers) if op == "forward" else reversed(range(layers)):
             slot = layer % 3
             load = Span("h2d", "load", step, layer, None, slot, now_s, now_s + 2 * length_s, LAYER_BYTES)
             spans.append(load)
@@ -135,7 +136,7 @@ def a_step(step: int) -> Records:
                 spans.append(Span("d2h", "unload", step, layer, None, 0, now_s, now_s + length_s, LAYER_BYTES))
                 spans.append(Span("host", "update", step, layer, None, None, now_s, now_s + length_s, 0))
     record = StepRecord(step, start_s, now_s, 3.0, 1.0, 1e-4, 8000, 8192, 10**13, 2, MICRO_BATCHES, None)
-    stats = [LayerStats(now_s, step, layer, random.random(), 40.0, 1.0) for layer in range(LAYERS)]
+    stats = [LayerStats(now_s, step, layer, random.random(), 40.0, 1.0) for layer in range(layers)]
     return Records(sorted(spans, key=lambda span: span.start_s), changes, [], [record], stats)
 
 
