@@ -229,8 +229,8 @@ class Dashboard:
 
 def _scrolling(figure: Any) -> Any:
     """Where a page is narrower than titles and legends need, the figure scrolls sideways."""
-    wide = widgets.Box([figure], layout=widgets.Layout(flex="1 0 auto", width="100%", min_width=NARROWEST))
-    return widgets.Box([wide], layout=widgets.Layout(overflow="auto hidden", width="100%"))
+    wide = widgets.VBox([figure], layout=widgets.Layout(min_width=NARROWEST))
+    return widgets.VBox([wide], layout=widgets.Layout(overflow="auto hidden"))
 
 
 def _key(run: Any) -> object:

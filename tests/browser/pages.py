@@ -25,6 +25,9 @@ HARMLESS = frozenset(
     }
 )
 
+# Notebook 7.6 asks for its icon font now and then before its server takes it for logged in; the next time it gets it.
+REFUSED_FONT = "Failed to load resource: the server responded with a status of 403 (Forbidden) [/static/notebook/"
+
 READY = """(path) => {
   const panel = window.jupyterapp?.shell.currentWidget;
   const session = panel?.context?.path === path && panel.context.isReady && panel.sessionContext.isReady
@@ -78,10 +81,11 @@ class Watch:
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
-            self._problem(message.text)
+            place = urlsplit(message.location.get("url", "")).path  # which resource it was that failed to load
+            self._problem(f"{message.text} [{place}]" if message.text.startswith("Failed to load") else message.text)
 
     def _problem(self, text: str) -> None:
-        if text not in HARMLESS:
+        if text not in HARMLESS and not text.startswith(REFUSED_FONT):
             self.problems.append(text)
 
     def _request(self, request: Request) -> None:
