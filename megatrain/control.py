@@ -211,6 +211,8 @@ class Control:
             self._require_running("checkpoint")
             if not self.saves:
                 raise ValueError("checkpoint: this run has no folder to leave one in; give it a run_dir")
+            if self._over:
+                raise ValueError("checkpoint: the run is over, and what it left is what there is; start another run")
             return self._kept(Wish("checkpoint"), self._to_save)
 
     def _let_go(self) -> None:

@@ -46,7 +46,7 @@ class RunFolder:
         self.markers = self.path / "markers.jsonl"  # Marker
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
-        self.checkpoints = self.path / "checkpoints"  # stay where they are when another run begins here
+        self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
         self._is_own = False  # created by this object
 
@@ -70,8 +70,11 @@ class RunFolder:
 
     # ---- the run's side ----
 
-    def prepare(self) -> RunFolder:
+    def prepare(self, *, resume: bool = False) -> RunFolder:
         """Make room for a run that another process is about to `create`: until then the status is NEW.
+
+        resume: the run goes on from the checkpoints that are here. Else they are put away, too: those of another run
+        would be taken for its own.
 
         The records of an ended run move to `earlier/<UTC time it began>/`. The folder is made readable for its user
         only, unless it held other things before it held a run. Raises ValueError if a run is alive in it.
@@ -81,14 +84,14 @@ class RunFolder:
         self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if is_ours:
             self.path.chmod(FOLDER_MODE)
-        self._put_away()
+        self._put_away(resume=resume)
         self.write_status(Status(RunState.NEW))
         return self
 
-    def create(self, info: RunInfo) -> RunFolder:
+    def create(self, info: RunInfo, *, resume: bool = False) -> RunFolder:
         """Begin a run here, after `prepare` where nobody called it before; ValueError if a run is alive here."""
         if not self._is_prepared():
-            self.prepare()
+            self.prepare(resume=resume)
         self._write(self.run, to_plain(info) | {_PROCESS_BEGAN: _born_unix_s(info.process_id)})
         self._is_own = True
         return self
@@ -114,9 +117,11 @@ class RunFolder:
             "or give the new run another folder"
         )
 
-    def _put_away(self) -> None:
+    def _put_away(self, *, resume: bool) -> None:
         """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""
         records = self.records()
+        if self.checkpoints.exists() and not resume:
+            records.insert(0, self.checkpoints)
         if not records:
             return
         place = self._free_place()

@@ -253,3 +253,15 @@ def test_a_run_without_a_folder_has_nowhere_to_leave_one() -> None:
             run.checkpoint()
         run.stop()
         run.wait(TIMEOUT_S)
+
+
+def test_a_new_run_does_not_take_another_s_checkpoints_for_its_own(tmp_path: Path) -> None:
+    for steps, checkpoints in ((5, [3, 4, 5]), (2, [1, 2])):
+        with engine_for() as engine:
+            run = run_for(engine, tmp_path, steps=steps, checkpoint_every=1).start().wait(TIMEOUT_S)
+            assert run.steps_done == steps
+        assert Checkpoints(tmp_path / "checkpoints").steps() == checkpoints
+        with pytest.raises(ValueError, match=r"checkpoint: .* run is over"):
+            run.checkpoint()
+    (earlier,) = (tmp_path / "earlier").iterdir()
+    assert Checkpoints(earlier / "checkpoints").steps() == [3, 4, 5]

@@ -55,7 +55,7 @@ class ProcessRunner:
 
     def start(self) -> None:
         job = cloudpickle.dumps(self._job)
-        self._folder.prepare()
+        self._folder.prepare(resume=self._job.saving.resume)
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with self._folder.open_log() as log:
             self._child = subprocess.Popen(

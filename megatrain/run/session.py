@@ -82,7 +82,7 @@ class Session:
         if self._folder is not None:
             self._saver = Saver(self.engine, self._batches, self._folder, self._job.saving)
             self.engine.control.saves = True
-            self._folder.create(self.info)
+            self._folder.create(self.info, resume=self._job.saving.resume)
             for record in self._saver.past(self.info.began_unix_s):
                 self.engine.recorder.add(record)
         self._enter(RunState.RUNNING)
