@@ -9,7 +9,7 @@ from __future__ import annotations
 
 SKY, BLUE, PURPLE, ORANGE = "#56B4E9", "#0072B2", "#CC79A7", "#E69F00"
 GREEN, YELLOW, VERMILLION, GREY = "#009E73", "#F0E442", "#D55E00", "#999999"
-VERMILLION_TINT, GREY_TINT = "#EAAF80", "#CCCCCC"
+VERMILLION_TINT, GREY_TINT, YELLOW_TINT = "#EAAF80", "#CCCCCC", "#F8F1A0"
 PALE = "rgba(128,128,128,0.18)"
 GRID = "rgba(128,128,128,0.22)"
 INK = "#777777"  # readable on white and on black, for whoever does not set a font colour
@@ -18,6 +18,7 @@ OP_COLOURS = {
     "load": SKY,
     "record": GREY,
     "forward": BLUE,
+    "score": YELLOW_TINT,
     "head": YELLOW,
     "norm": GREY_TINT,
     "backward": ORANGE,

@@ -87,6 +87,7 @@ class EngineConfig:
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
+    keep_reference: keep the first weights on the host, too (2 bytes each in bfloat16), for `StreamingEngine.reference`.
     device_memory_bytes: what the engine may hold on the device; None = what is free.
     throttle: CPU lanes as slow as a stated link or host, to learn from; None = as fast as they are.
     """
@@ -101,6 +102,7 @@ class EngineConfig:
     loss_chunk_tokens: int = 1024
     optimizer_overlap: OptimizerOverlap = "forward"
     moments_dtype: Dtype = "float32"
+    keep_reference: bool = False
     device_memory_bytes: int | None = None
     throttle: Throttle | None = None
 
@@ -139,6 +141,7 @@ class EngineConfig:
             f"moments_dtype must be one of {get_args(Dtype)}",
             self.moments_dtype,
         )
+        _require(isinstance(self.keep_reference, bool), "keep_reference must be True or False", self.keep_reference)
         _require(
             self.device_memory_bytes is None or (_is_int(self.device_memory_bytes) and self.device_memory_bytes > 0),
             "device_memory_bytes must be a positive number of bytes, or None for what is free",

@@ -244,9 +244,19 @@ class Control:
     def end_step(self) -> None:
         """Called by the engine, also when a step failed."""
         with self._changed:
-            self._inside_step = self._waiting = False  # an interrupt may have ended the wait
             if self.position is not None:
                 self._next_step = self.position.step + 1
+            self.end_pass()
+
+    def begin_pass(self) -> None:
+        """Called by the engine before it goes through the layers without training; also after `stop`."""
+        with self._changed:
+            self._inside_step = True
+
+    def end_pass(self) -> None:
+        """Called by the engine, also when a pass failed."""
+        with self._changed:
+            self._inside_step = self._waiting = False  # an interrupt may have ended the wait
             self.position = None
             if self._stopped:
                 self._close()

@@ -7,6 +7,7 @@ for the pipeline; `schedule` for the order of operations, `executor` for what ea
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +24,8 @@ import torch
 
 from megatrain import anatomy as parts
 from megatrain.activations import OffloadedInputs
-from megatrain.batch import Batch, make_batch
+from megatrain.batch import IGNORED, Batch, make_batch, shifted
+from megatrain.conductor import Conductor
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Checks, Control
 from megatrain.executor import Executor, NonFiniteError, StepState
@@ -32,15 +35,19 @@ from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
 from megatrain.optim import join, native_available, split
 from megatrain.report import Inspection
 from megatrain.room import Room
-from megatrain.schedule import Kind, Op, Schedule, StepShape, Visit
+from megatrain.schedule import Kind, Op, Schedule, StepShape
 from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
-from megatrain.steering import Knobs, Position
-from megatrain.trace import HELD, LayerStats, Marker, Recorder, StepRecord
+from megatrain.steering import Knobs
+from megatrain.trace import LayerStats, Recorder, StepRecord
 from megatrain.update import Hyperparameters, weight_norm
 
 log = logging.getLogger("megatrain")
 
-VISITS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds how late a pause can take effect
+Objective = Callable[[torch.Tensor], torch.Tensor]  # scores of a whole batch → the loss, a scalar
+
+
+class ObjectiveError(ValueError):
+    """A loss of the user's own failed, or gave no loss; nothing was applied."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,21 @@ class StepResult:
     tokens: int
     balancing_loss: float = 0.0
     skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts a batch it is not trained on.
+
+    loss: mean negative log-likelihood per predicted token, without a router balancing loss. tokens: predicted tokens.
+    """
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
 
 
 @dataclass(frozen=True)
@@ -92,13 +114,12 @@ class StreamingEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._step = 0
-        self._paused = False  # as the record has it
-        self._held_from_s: float | None = None
+        self._reference = False  # passes read the frozen weights
         self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
         self._names = list(model.state_dict())
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
-        self._knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
+        knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
         self._checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
         self._set_checkpointing(False)  # the engine recomputes each layer itself
         try:
@@ -111,13 +132,13 @@ class StreamingEngine:
                 self._widths,
                 self._anatomy.token_elements,
             )
-            self._room.require(self._knobs)
+            self._room.require(knobs)
         except BaseException:
             self._set_checkpointing(True)
             raise
         self._take_over()
         self._room.look()
-        self._schedule = Schedule(
+        schedule = Schedule(
             layers=len(self._layouts),
             trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
             shell_trained=bool(self._shell_layout.trained),
@@ -134,14 +155,15 @@ class StreamingEngine:
             self.config.loss_chunk_tokens,
             self.config.throttle,
         )
-        self.held: Inspection | None = None  # while held: what a viewer may want to know
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
         self.control = Control(
-            self._knobs,
+            knobs,
             Checks(self._room.require, lambda rows: self._room.require_rows(self.control.knobs, rows), visits),
             micro_batch_size=self.config.micro_batch_size,
         )
+        self._schedule = schedule
+        self._conductor = Conductor(schedule, self._executor, self.control, self.recorder, knobs)
 
     # ---- construction ----
 
@@ -168,6 +190,8 @@ class StreamingEngine:
         )
         for unit, host in self._units():
             _take_over(unit, host)
+            if host.reference is not None:
+                host.reference.copy_(host.weights)
             host.weight_norm = weight_norm(host)
 
     def _units(self) -> Iterator[tuple[parts.Unit, HostLayer]]:
@@ -176,42 +200,74 @@ class StreamingEngine:
 
     # ---- one step ----
 
-    def step(self, batch: dict[str, torch.Tensor]) -> StepResult:
+    def step(
+        self, batch: dict[str, torch.Tensor], objective: Objective | None = None, *, temperature: float = 1.0
+    ) -> StepResult:
         """Train on one global batch: forward, backward and an optimizer step.
 
         batch: input_ids and labels (B, T) int64 (-100 = ignored; Hugging Face's shift is applied here), and
-        optionally attention_mask or position_ids (B, T). Raises ValueError for a batch that cannot be trained on,
-        NonFiniteError if the loss or the gradient norm is (nothing is applied), LaneError if a lane failed.
+            optionally attention_mask or position_ids (B, T). A classifier needs no labels.
+        objective: a loss of your own instead of the model's: a function of the `scores` of the whole global batch,
+            on the CPU, whatever the micro-batches. Its gradient is exact; the head runs forward once more for it.
+        temperature: that logits are divided by before they become scores.
+
+        Raises ValueError for a batch that cannot be trained on, NonFiniteError if the loss or the gradient norm is,
+        ObjectiveError if the objective fails (in all three nothing is applied), LaneError if a lane failed.
         """
         with self._alone():
+            self._require_own_weights()
+            if objective is None and self._anatomy.classifies:
+                raise ValueError("a classifier has no loss of its own here; give step(batch, objective) one")
             rows = self.control.begin_step()
             try:
-                cut = make_batch(dict(batch), rows, self._vocabulary())
+                cut = self._cut(batch, rows)
                 start_s = self.recorder.now()
-                return self._train(cut, start_s, rows) if cut.tokens else self._skip(cut, start_s)
+                if not cut.tokens:
+                    return self._skip(cut, start_s)
+                return self._train(cut, start_s, rows, objective, temperature)
             finally:
                 self.control.end_step()
 
-    def _train(self, cut: Batch, start_s: float, rows: int | None) -> StepResult:
+    def _require_own_weights(self) -> None:
+        if self._reference:
+            raise RuntimeError("within reference() the weights are frozen ones; train outside of it")
+
+    def _cut(self, batch: dict[str, torch.Tensor], rows: int | None) -> Batch:
+        tensors = dict(batch)
+        if self._anatomy.classifies and "labels" not in tensors and "input_ids" in tensors:
+            mask = tensors.get("attention_mask")  # all that is read counts as work done
+            ids = tensors["input_ids"]
+            tensors["labels"] = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
+        return make_batch(tensors, rows, self._vocabulary())
+
+    def _train(
+        self, cut: Batch, start_s: float, rows: int | None, objective: Objective | None, temperature: float
+    ) -> StepResult:
         asked = self.control.knobs  # once: a wish may change them at any moment
         offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), asked)
         if knobs != asked:
             self.control.choose_resident_layers(knobs.resident_layers)
-        self._tell("micro_batch_size", self._rows, rows, None)
+        self._conductor.tell("micro_batch_size", self._rows, rows, self._step, None)
         self._rows = rows
-        state: StepState | None = None
-        try:
-            state = self._begin(cut, offload=offload)
-            result = self._run(state)
+        head = (Kind.HEAD,) if objective is None else (Kind.SCORE, Kind.HEAD)
+        with self._in_flight(self._begin(cut, head, offload=offload)) as state:
+            state.temperature = temperature
+            result = self._run(state, objective)
             self._record_step(cut, start_s, result)
             return result
-        except NonFiniteError:
+
+    @contextmanager
+    def _in_flight(self, state: StepState) -> Iterator[StepState]:
+        """Within, a pass runs. After a failure it is neither done nor undone, and the engine unusable."""
+        try:
+            yield state
+        except (NonFiniteError, ObjectiveError):
             raise
-        except BaseException as error:  # a lane failed, or the user interrupted: the step is neither done nor undone
+        except BaseException as error:  # a lane failed, or the user interrupted
             self._failure = error
             raise
         finally:
-            if state is not None and self._failure is None:
+            if self._failure is None:
                 self._executor.end(state)
 
     def _vocabulary(self) -> int:
@@ -224,14 +280,19 @@ class StreamingEngine:
         self._record_step(batch, start_s, result)
         return result
 
-    def _begin(self, batch: Batch, *, offload: bool) -> StepState:
+    def _begin(self, batch: Batch, head: tuple[Kind, ...], *, offload: bool = False) -> StepState:
+        """Prepare a pass; only one with a HEAD goes backward."""
+        reached = backward_from(self._layouts, self._shell_layout) if Kind.HEAD in head else len(self._layouts)
         shape = StepShape(
             micro_batches=len(batch.parts),
             offload=offload,
-            backward_from=backward_from(self._layouts, self._shell_layout),
+            backward_from=reached,
             shell_backward=bool(self._shell_layout.trained),
+            head=head,
         )
-        return self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
+        state = self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
+        state.reference = self._reference and self._host.shell.reference is not None
+        return state
 
     def _offload_arena(self, batch: Batch) -> OffloadedInputs:
         part_bytes = self._room.size.micro_batch_bytes
@@ -242,63 +303,52 @@ class StreamingEngine:
             self._offloaded = OffloadedInputs(len(self._layouts), len(batch.parts), part_bytes, pin=pin)
         return self._offloaded
 
-    def _run(self, state: StepState) -> StepResult:
-        norm: Op | None = None
-        visited: list[int] = []  # the last compute operation of each layer visit so far
+    def _run(self, state: StepState, objective: Objective | None) -> StepResult:
+        def weigh_before_head(op: Op) -> None:
+            if op.kind is Kind.HEAD and objective is not None and state.score_gradients is None:
+                self._weigh(state, objective)
 
-        def knobs_at(visit: Visit) -> Knobs:
-            """Between two layers: let the device catch up, then let the user have a say."""
-            if latest is not None:
-                visited.append(latest)
-            if len(visited) >= VISITS_IN_FLIGHT:
-                self._executor.wait(visited[-VISITS_IN_FLIGHT])
-            return self._gate(state, visit, visited[-1:])
-
-        latest: int | None = None
         in_backward = Hyperparameters(self.optimizer, self.lr, grad_scale=1.0)
-        for op in self._schedule.step(state.shape, knobs_at):
-            self._executor.issue(state, op, in_backward)
-            if op.lane == "compute":
-                latest = op.number
-            if op.kind is Kind.NORM:
-                norm = op
-        assert norm is not None
-        return self._apply(state, norm)
+        self._conductor.run(state, in_backward, before=weigh_before_head)
+        return self._apply(state)
 
-    def _gate(self, state: StepState, visit: Visit, running: list[int]) -> Knobs:
-        """Meet the user's wishes before a visit; `running`: what has to be over before a held engine is at rest."""
+    def _weigh(self, state: StepState, objective: Objective) -> None:
+        """Let the user's loss say what it makes of all scores, and how it changes with each of them."""
+        scores = self._scores_of(state).requires_grad_()
+        try:
+            with torch.enable_grad():
+                loss = objective(scores)
+                if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+                    raise TypeError(f"it returned {_short(loss)}")
+                (gradient,) = torch.autograd.grad(loss, [scores])
+        except Exception as error:  # whatever the user's own code raises
+            raise ObjectiveError(
+                f"the objective failed in step {self._step} on scores of shape {tuple(scores.shape)}: "
+                f"{type(error).__name__}: {error}. It must return a scalar that depends on them; nothing was applied"
+            ) from error
+        state.losses.append(loss.detach().double().to(self._device))
+        rows = [len(targets) for targets in state.batch.targets]
+        state.score_gradients = list(torch.split(self._by_target(gradient), rows))
 
-        def on_hold(knobs: Knobs) -> None:
-            for number in running:
-                self._executor.wait(number)
-            self._tell("paused", self._paused, True, visit.layer)
-            self._paused = self._executor.inspecting = True
-            self._held_from_s = self._held_from_s or self.recorder.now()
-            coming = self._schedule.preview(state.shape, visit, knobs)
-            self.held = replace(self._executor.inspected, next=[op.words for op in coming])
+    def _scores_of(self, state: StepState) -> torch.Tensor:
+        """The scores of all micro-batches on the CPU, each in the place of the label it is about."""
+        assert self._conductor.computed is not None
+        self._executor.wait(self._conductor.computed)
+        found = torch.cat(state.scores).cpu()
+        return found if self._anatomy.classifies else found.roll(1, dims=1)  # the last column is 0: it predicts nothing
 
-        knobs = self.control.at_layer(Position(state.number, visit.phase, visit.layer), on_hold)
-        self.held = None
-        if self._held_from_s is not None:
-            now_s, since_s = self.recorder.now(), self._held_from_s
-            self._held_from_s = None
-            self.recorder.add(Marker(now_s, HELD, since_s, now_s, state.number, visit.layer))
-        if self._paused and not self.control.stepping:
-            self._tell("paused", True, False, visit.layer)
-            self._paused = self._executor.inspecting = False
-        for name in ("prefetch_depth", "grad_buffers", "resident_layers"):
-            self._tell(name, getattr(self._knobs, name), getattr(knobs, name), visit.layer)
-        self._knobs = knobs
-        return knobs
+    def _by_target(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradients of scores as the head gave them."""
+        if self._anatomy.classifies:
+            return gradient
+        gradient = gradient.clone()
+        gradient[:, 0] = 0  # nothing predicts the first token
+        return gradient.roll(-1, dims=1)
 
-    def _tell(self, name: str, old: object, new: object, layer: int | None) -> None:
-        """Mark in the record where a change took effect."""
-        if old != new:
-            self.recorder.add(Marker(self.recorder.now(), name, old, new, self._step, layer))
-
-    def _apply(self, state: StepState, norm: Op) -> StepResult:
+    def _apply(self, state: StepState) -> StepResult:
         """Read loss and norm, refuse what is not finite, and let the optimizer loose."""
-        self._executor.wait(norm.number)
+        assert self._conductor.computed is not None
+        self._executor.wait(self._conductor.computed)  # the norm
         assert state.result is not None
         loss, balancing, grad_norm, *scales = state.result.tolist()
         self._require_finite(loss, grad_norm)
@@ -343,7 +393,7 @@ class StreamingEngine:
                 tokens=result.tokens,
                 sequence_tokens=batch.sequence_tokens,
                 flops=self._arithmetic.flops(batch.sequence_lengths),
-                prefetch_depth=self._knobs.prefetch_depth,
+                prefetch_depth=self._conductor.knobs.prefetch_depth,
                 micro_batches=len(batch.parts),
                 skipped=result.skipped,
             )
@@ -355,7 +405,116 @@ class StreamingEngine:
             found = (scales[layer], host.weight_norm, scales[count + layer])
             self.recorder.add(LayerStats(now, self._step, layer, *found))
 
+    # ---- without training ----
+
+    def scores(self, batch: dict[str, torch.Tensor], *, temperature: float = 1.0) -> torch.Tensor:
+        """Stream a batch through the model in evaluation mode; no gradients. Pending updates come first.
+
+        Returns float32 on the CPU. A language model: (B, T), the log-probability of labels[b, t] given the tokens
+        before it, 0 where labels are -100 and at t = 0. A classifier: its logits (B, labels).
+        """
+        with self._alone(), self._evaluating():
+            rows = self.control.micro_batch_size
+            cut = self._cut(batch, rows)
+            self._room.require_forward(self.control.knobs, self._room.size_of(cut.shape, rows))
+            with self._in_flight(self._begin(cut, (Kind.SCORE,))) as state:
+                state.temperature = temperature
+                self._conductor.run(state)
+                return self._scores_of(state)
+
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluation:
+        """The loss on a batch that is not trained on; training goes on as if it had not been asked for."""
+        if self._anatomy.classifies:
+            raise ValueError("a classifier has no loss of its own here; use scores(batch)")
+        scores = self.scores(batch)
+        tokens = int((shifted(batch["labels"]) != IGNORED).sum())
+        if not tokens:
+            raise ValueError("every label is -100: there is no token to predict, so there is no loss")
+        return Evaluation(-float(scores.double().sum()) / tokens, tokens)
+
+    @contextmanager
+    def inference(self) -> Iterator[Any]:
+        """Within, the model can be called and generates as Hugging Face's own, without gradients: its layers stream.
+
+        Yields the model, on `model.device`, in evaluation mode; pending updates come first. One call streams every
+        layer once, so many sequences per call cost little more than one. Keys, values and logits are the call's own,
+        and not in the plan. Generation draws from the device's generator, as training with dropout does.
+        """
+        with self._alone(), self._evaluating():
+            state = self._begin(Batch([{}], [], (0, 0), 0, 0, []), ())
+            self._conductor.begin()
+            self._conductor.load_shell(state)
+            streams = partial(self._call_layer, state)
+            try:
+                with self._anatomy.stubbed.answering(streams), self._executor.on_compute_stream(), torch.no_grad():
+                    yield self.model
+            finally:
+                if self._failure is None:
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)  # results may be used on any stream now
+                    self._executor.end(state)
+
+    def _call_layer(self, state: StepState, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._conductor.call(state, layer, args, kwargs)
+        except BaseException as error:  # what the caller does with the model beside this leaves the engine whole
+            self._failure = error
+            raise
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within, `scores`, `evaluate` and `inference` are those of the weights that training began with.
+
+        Full training reads them from a second copy in host memory (`EngineConfig.keep_reference`), a model with
+        adapters (peft) from its own base with the adapters switched off.
+        """
+        if self._reference:
+            raise RuntimeError("reference() is in effect already")
+        adapted = hasattr(self.model, "disable_adapter")
+        if self._host.shell.reference is None and not adapted:
+            raise ValueError("the first weights are not kept; set EngineConfig(keep_reference=True)")
+        self._switch_reference(True, adapted=adapted)
+        try:
+            yield
+        finally:
+            self._switch_reference(False, adapted=adapted)
+
+    def _switch_reference(self, on: bool, *, adapted: bool) -> None:
+        with self._alone():
+            if adapted:
+                with self._whole_model():  # peft looks for its layers in the model
+                    tuner = self.model.base_model
+                    (tuner.disable_adapter_layers if on else tuner.enable_adapter_layers)()
+            else:
+                self._schedule.forget_weights()
+            self._reference = on
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within, the model is in evaluation mode, and the user's wishes are met between layers as in a step."""
+        modes = [(module, module.training) for module in self._modules()]
+        self.control.begin_pass()
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+            self.control.end_pass()
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        """All modules of the model, also of layers that are not in their place."""
+        yield from self.model.modules()
+        for layer in self._anatomy.layers:
+            yield from layer.modules()
+
     # ---- knobs ----
+
+    @property
+    def held(self) -> Inspection | None:
+        """While held: what a viewer may want to know."""
+        return self._conductor.held
 
     @property
     def lr(self) -> float:
@@ -564,6 +723,12 @@ class StreamingEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " that depends on nothing")
 
 
 def _device(name: str) -> torch.device:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,9 +22,9 @@ from megatrain.batch import Batch
 from megatrain.config import Throttle
 from megatrain.gradients import GradientSum
 from megatrain.host import HostLayer, HostStore
-from megatrain.lanes import Done, Label, Lanes, Stream
+from megatrain.lanes import Done, Label, Lanes, Stream, Work
 from megatrain.layout import Layout
-from megatrain.loss import head
+from megatrain.loss import Head, backward, scores
 from megatrain.memory import gradient_buffer_bytes, slot_bytes, sum_bytes
 from megatrain.report import Inspection
 from megatrain.scales import Scales, statistics
@@ -53,6 +56,10 @@ class StepState:
     norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
     present: dict[int | None, set[str]] = field(default_factory=dict)  # parameters that got a gradient
     layer_sum: GradientSum | None = None
+    reference: bool = False  # the weights that are streamed are the frozen ones
+    temperature: float = 1.0
+    scores: list[torch.Tensor] = field(default_factory=list)  # by micro-batch, on the device
+    score_gradients: list[torch.Tensor] | None = None  # by micro-batch: of a loss of the user's own
     result: torch.Tensor | None = None  # float64, on the host: loss, balancing loss, gradient norm, then the scales
 
 
@@ -103,6 +110,7 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.OFFLOAD: self._offload,
             Kind.FETCH: self._fetch,
+            Kind.SCORE: self._score,
             Kind.HEAD: self._head,
             Kind.BACKWARD: self._backward,
             Kind.NORM: self._norm,
@@ -128,8 +136,8 @@ class Executor:
 
     # ---- between steps ----
 
-    def begin(self, number: int, batch: Batch, shape: StepShape, offloaded: OffloadedInputs | None) -> StepState:
-        """Prepare a step; nothing runs yet."""
+    def begin(self, number: int, batch: Batch, shape: StepShape, offloaded: OffloadedInputs | None = None) -> StepState:
+        """Prepare a step, or another pass; nothing runs yet."""
         widest = max(sum_bytes(layout, shape.micro_batches) for layout in self._layouts)
         if widest and self._layer_sums is None:
             self._layer_sums = self._sums(widest)
@@ -141,6 +149,10 @@ class Executor:
         done = self._dones.get(number)
         if done is not None:
             done.wait()
+
+    def wait_issued(self, number: int) -> None:
+        """Block until an operation was handed to its stream: what follows there is in order. LaneError if it failed."""
+        self._dones[number].wait_issued()
 
     def wait_all(self) -> None:
         """Block until every operation issued so far is complete; then forget them."""
@@ -182,16 +194,15 @@ class Executor:
 
     # ---- issuing ----
 
-    def issue(self, state: StepState, op: Op, numbers: Hyperparameters | None = None) -> None:
-        """Hand an operation to its lane, behind the operations it waits for."""
+    def issue(self, state: StepState, op: Op, numbers: Hyperparameters | None = None, work: Work | None = None) -> None:
+        """Hand an operation to its lane, behind the operations it waits for. work: what it does, if not the usual."""
         if op.lane == "engine":
             self._resize(state, op)
             return
         if op.kind is Kind.UPDATE:
             assert numbers is not None
             work = partial(self._update, state, op, numbers)
-        else:
-            work = partial(self._work[op.kind], state, op)
+        work = work or partial(self._work[op.kind], state, op)
         waits = [self._dones[number] for number in op.waits if number in self._dones]
         self._dones[op.number] = self._lanes[op.lane].submit(work, waits, self._label(state, op))
 
@@ -224,14 +235,16 @@ class Executor:
     # ---- h2d ----
 
     def _load(self, state: StepState, op: Op, stream: Stream) -> int:
+        host = self._host_layer(op.layer)
+        source = host.reference if state.reference else host.weights
+        assert source is not None
         if op.layer is SHELL:
-            stream.copy(self._shell_weights, self._host.shell.weights)
-            return self._shell_layout.nbytes
+            stream.copy(self._shell_weights, source)
+            return source.nbytes
         assert op.slot is not None
-        nbytes = self._layouts[op.layer].nbytes
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
-            stream.copy(slot[:nbytes], self._host.layers[op.layer].weights)
-        return nbytes
+            stream.copy(slot[: source.nbytes], source)
+        return source.nbytes
 
     def _fetch(self, state: StepState, op: Op, stream: Stream) -> int:
         layer, mb = _place(op)
@@ -276,16 +289,48 @@ class Executor:
     def _tensors(self, layer: int, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         return self._anatomy.units[layer].with_aliases(self._layouts[layer].views(slot))
 
-    def _head(self, state: StepState, op: Op, stream: Stream) -> int:
-        mb, last = op.micro_batch or 0, len(self._layouts)
-        loss, gradient, balancing = head(
+    def calling(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], answer: list[Any]) -> Work:
+        """What FORWARD does where the model itself calls a layer: its output is put into `answer`."""
+        layer, number, context = op.layer, op.slot, copy_context()  # transformers' hooks fill a context variable
+        assert layer is not None
+        assert number is not None
+
+        def work(stream: Stream) -> int:
+            with self.weights[number].during(weight_states(op, spent=False)) as slot:
+                tensors = self._tensors(layer, slot)
+                answer.append(context.run(parts.call, self._anatomy.layers[layer], tensors, args, kwargs))
+            return 0
+
+        return work
+
+    def on_compute_stream(self) -> AbstractContextManager[Any]:
+        """Within, what this thread computes is in order with what the layers do."""
+        return self._lanes["compute"].stream.active()
+
+    def _head_of(self, state: StepState, mb: int) -> Head:
+        return Head(
             self._anatomy,
             state.tapes[mb],
-            self.saved.get(last, mb),
+            self.saved.get(len(self._layouts), mb),
             state.batch.targets[mb].to(self._device),
+            self._loss_chunk_tokens,
+            state.temperature,
+        )
+
+    def _score(self, state: StepState, op: Op, stream: Stream) -> int:
+        mb = op.micro_batch or 0
+        state.scores.append(scores(self._head_of(state, mb)))
+        if not state.shape.trains:
+            self.saved.release(len(self._layouts), mb)
+        return 0
+
+    def _head(self, state: StepState, op: Op, stream: Stream) -> int:
+        mb, sent = op.micro_batch or 0, state.score_gradients
+        loss, gradient, balancing = backward(
+            self._head_of(state, mb),
             tokens=state.batch.tokens,
             share=state.batch.part_tokens[mb] / state.batch.tokens,
-            chunk_tokens=self._loss_chunk_tokens,
+            score_gradient=None if sent is None else sent[mb].to(self._device),
             shell=self._shell_trained,
             on_gradient=state.shell_sum.add,
         )
@@ -293,7 +338,7 @@ class Executor:
         if balancing is not None:
             state.balancing.append(balancing)
         self._keep_output_gradient(state, mb, gradient)
-        self.saved.release(last, mb)
+        self.saved.release(len(self._layouts), mb)
         return 0
 
     def _keep_output_gradient(self, state: StepState, mb: int, gradient: torch.Tensor | None) -> None:

@@ -71,6 +71,8 @@ def accesses(op: Op) -> Iterator[Access]:
             yield Access(kept, "host")
             yield Access(kept, SPENT, write=True)
             yield Access(saved, "device", write=True)
+        case Kind.SCORE:
+            yield Access(("shell",), weights)
         case Kind.HEAD:
             yield Access(("shell",), weights)
             yield Access(("shell gradient",), "parts", write=True)

@@ -79,6 +79,7 @@ class HostLayer:
 
     weights: uint8, what is streamed. low: int16, the other half of each bfloat16 weight's fp32 master.
     exp_avg, exp_avg_sq: one item per trained element. gradient: uint8, or None where slabs are used.
+    reference: uint8, the weights as they were at first, never updated; or None where nobody asked for them.
     steps: how often each trained parameter was updated (AdamW's bias correction counts per parameter).
     weight_norm: 2-norm of the trained weights after the last update; NaN before anybody computed it.
     """
@@ -89,6 +90,7 @@ class HostLayer:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     gradient: torch.Tensor | None
+    reference: torch.Tensor | None = None
     steps: dict[str, int] = field(default_factory=dict)
     weight_norm: float = math.nan
 
@@ -99,13 +101,14 @@ class HostShape:
 
     split: keep int16 lower halves (bfloat16 weights). moment_bytes: 4 or 2.
     keep_gradients: a gradient per layer, needed while clipping waits for the global norm; else `slabs` of
-    the largest layer, plus one for the shell.
+    the largest layer, plus one for the shell. keep_reference: a second copy of the streamed weights.
     """
 
     split: bool
     moment_bytes: int
     keep_gradients: bool
     slabs: int
+    keep_reference: bool = False
 
 
 def role_bytes(layouts: Sequence[Layout], shell: Layout, shape: HostShape) -> dict[str, int]:
@@ -115,12 +118,15 @@ def role_bytes(layouts: Sequence[Layout], shell: Layout, shape: HostShape) -> di
     kept = every if shape.keep_gradients else [shell]
     slab = max((layout.trained_nbytes for layout in layouts), default=0)
     slabs = 0 if shape.keep_gradients else shape.slabs * align(slab)
+    weights = sum(align(layout.nbytes) for layout in every)
+    reference = {"reference weights": weights} if shape.keep_reference else {}
     return {
-        "weights": sum(align(layout.nbytes) for layout in every),
+        "weights": weights,
         "master low halves": sum(align(2 * n) for n in elements) if shape.split else 0,
         "first moments": sum(align(shape.moment_bytes * n) for n in elements),
         "second moments": sum(align(shape.moment_bytes * n) for n in elements),
         "gradients": sum(align(layout.trained_nbytes) for layout in kept) + slabs,
+        **reference,
     }
 
 
@@ -128,7 +134,7 @@ class HostStore:
     """All host state of a model: the shell's and every layer's."""
 
     def __init__(self, layouts: Sequence[Layout], shell: Layout, shape: HostShape, *, pin: bool) -> None:
-        streamed = ("weights", "gradients")
+        streamed = ("weights", "reference weights", "gradients")
         self.arenas = {
             role: Arena(role, nbytes, pin=pin and role in streamed)
             for role, nbytes in role_bytes(layouts, shell, shape).items()
@@ -154,6 +160,7 @@ class HostStore:
             exp_avg=take["first moments"](shape.moment_bytes * count).view(moment),
             exp_avg_sq=take["second moments"](shape.moment_bytes * count).view(moment),
             gradient=take["gradients"](layout.trained_nbytes) if keep_gradient else None,
+            reference=take["reference weights"](layout.nbytes) if shape.keep_reference else None,
         )
 
     def close(self) -> None:

@@ -56,7 +56,13 @@ class Room:
     def require(self, knobs: Knobs, size: StepSize | None = None) -> None:
         """ValueError if `knobs` do not fit beside a step of `size` (None = the last one's)."""
         size = size or self.size
-        needs = self.needs(knobs, size, offload=self.config.offload_activations is not False)
+        self._require(knobs, self.needs(knobs, size, offload=self.config.offload_activations is not False))
+
+    def require_forward(self, knobs: Knobs, size: StepSize) -> None:
+        """ValueError if a pass of `size` that does not go backward does not fit: it keeps no layer's input."""
+        self._require(knobs, self.needs(knobs, size, offload=True))
+
+    def _require(self, knobs: Knobs, needs: DeviceBytes) -> None:
         if needs.total > self.budget_bytes:
             raise ValueError(
                 f"prefetch_depth={knobs.prefetch_depth}, grad_buffers={knobs.grad_buffers} and "

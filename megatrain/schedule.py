@@ -31,6 +31,7 @@ class Kind(Enum):
     FORWARD = "forward"
     OFFLOAD = "offload"  # a layer's saved input, device → host
     FETCH = "fetch"  # ... and back
+    SCORE = "score"  # final norm and head: the log-probability of every label, in chunks of tokens
     HEAD = "head"  # final norm, head and loss, forward and backward, in chunks of tokens
     BACKWARD = "backward"  # recompute under autograd, then its gradients
     NORM = "norm"  # global gradient norm and loss, read by the host
@@ -43,6 +44,7 @@ LANE_OF = {
     Kind.FETCH: "h2d",
     Kind.RECORD: "compute",
     Kind.FORWARD: "compute",
+    Kind.SCORE: "compute",
     Kind.HEAD: "compute",
     Kind.BACKWARD: "compute",
     Kind.NORM: "compute",
@@ -102,12 +104,18 @@ class StepShape:
 
     backward_from: the lowest layer that backward must reach (above it nothing needs a gradient).
     shell_backward: the recorded shell call needs a backward pass (its embeddings are trained).
+    head: what follows the last layer, each for all micro-batches in turn. Without a HEAD nothing is trained.
     """
 
     micro_batches: int
     offload: bool = False
     backward_from: int = 0
     shell_backward: bool = True
+    head: tuple[Kind, ...] = (Kind.HEAD,)
+
+    @property
+    def trains(self) -> bool:
+        return Kind.HEAD in self.head
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,7 @@ class Schedule:
     _unloaded: dict[int | None, int] = field(default_factory=dict)
     _slab_turn: int = 0
     _shell_use: int | None = None
+    _shell_version: int | None = None  # the update whose result lies on the device; -1 = the weights before any
     _inputs: _Inputs = field(default_factory=_Inputs)
 
     def __post_init__(self) -> None:
@@ -177,11 +186,11 @@ class Schedule:
     def step(self, shape: StepShape, knobs_at: Callable[[Visit], Knobs]) -> Iterator[Op]:
         """The operations of a step up to its norm. `knobs_at` is asked before every visit and may block."""
         visits = self.visits(shape)
-        load = yield from self._load_shell()
+        load = yield from self.load_shell()
         recorded = yield from self._record(shape, load)
         self._inputs = _Inputs({(0, mb): number for mb, number in enumerate(recorded)})
         for at, visit in enumerate(visits):
-            yield from self._visit(visits, at, knobs_at(visit), shape)
+            yield from self.visit(visits, at, knobs_at(visit), shape)
         yield from self._finish(shape)
 
     def preview(self, shape: StepShape, visit: Visit, knobs: Knobs, count: int = 2) -> list[Op]:
@@ -190,9 +199,9 @@ class Schedule:
         visits = later.visits(shape)
         at = visits.index(visit)
         ahead = range(at, min(at + count, len(visits)))
-        return [op for number in ahead for op in later._visit(visits, number, knobs, shape)]
+        return [op for number in ahead for op in later.visit(visits, number, knobs, shape)]
 
-    def _visit(self, visits: list[Visit], at: int, knobs: Knobs, shape: StepShape) -> Iterator[Op]:
+    def visit(self, visits: list[Visit], at: int, knobs: Knobs, shape: StepShape) -> Iterator[Op]:
         """One layer in one direction, and the loads that run beside it."""
         visit, window = visits[at], visits[at : at + 1 + knobs.prefetch_depth]
         yield from self._resize(knobs, visits, at, window)
@@ -230,13 +239,21 @@ class Schedule:
 
     # ---- the shell ----
 
-    def _load_shell(self) -> Generator[Op, None, int | None]:
-        """Trained shells change every step; a frozen one is loaded once."""
-        if self._shell_use is not None and not self.shell_trained:
+    def load_shell(self) -> Generator[Op, None, int | None]:
+        """A shell that lies on the device as it is on the host is not loaded again."""
+        version = self._updated.get(SHELL, -1)
+        if self._shell_version == version:
             return None
         op = self._op(Kind.LOAD, SHELL, waits=_present(self._shell_use, self._updated.get(SHELL)))
         yield op
+        self._shell_version, self._shell_use = version, op.number
         return op.number
+
+    def forget_weights(self) -> None:
+        """The next pass reads other weights than those that lie on the device; nothing may be running."""
+        self._shell_version = None
+        for slot in self._slots.values():
+            slot.layer = None
 
     def _record(self, shape: StepShape, load: int | None) -> Generator[Op, None, list[int]]:
         numbers = []
@@ -247,10 +264,15 @@ class Schedule:
         return numbers
 
     def _head(self, shape: StepShape) -> Iterator[Op]:
-        for mb in range(shape.micro_batches):
-            yield self._op(Kind.HEAD, SHELL, micro_batch=mb)
+        for kind in shape.head:
+            for mb in range(shape.micro_batches):
+                op = self._op(kind, SHELL, micro_batch=mb)
+                yield op
+                self._shell_use = op.number
 
     def _finish(self, shape: StepShape) -> Iterator[Op]:
+        if not shape.trains:
+            return
         for mb in range(shape.micro_batches) if shape.shell_backward else ():
             yield self._op(Kind.BACKWARD, SHELL, micro_batch=mb)
         norm = self._op(Kind.NORM)

@@ -30,6 +30,7 @@ def host_shape(config: EngineConfig) -> HostShape:
         moment_bytes=4 if config.moments_dtype == "float32" else 2,
         keep_gradients=config.optimizer_overlap != "backward",
         slabs=HOST_SLABS,
+        keep_reference=config.keep_reference,
     )
 
 

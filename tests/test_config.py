@@ -20,6 +20,7 @@ ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("loss_chunk_tokens", r"loss_chunk_tokens must be a whole number ≥ 1", [0, -5, 1e3, True, None]),
     ("optimizer_overlap", r"optimizer_overlap must be one of \('forward', 'backward', 'none'\)", ["both", None]),
     ("moments_dtype", r"moments_dtype must be one of \('bfloat16', 'float32'\)", ["float16", None]),
+    ("keep_reference", r"keep_reference must be True or False", [1, None, "yes"]),
     ("device_memory_bytes", r"device_memory_bytes must be a positive number of bytes, or None", [0, -1, 8e9, True]),
     ("throttle", r"throttle must be a Throttle", [1e9, {"link_bytes_per_s": 1e9}]),
 ]
@@ -44,6 +45,7 @@ ENGINE_ALLOWED: dict[str, list[object]] = {
     "loss_chunk_tokens": [1, 1 << 20],
     "optimizer_overlap": ["forward", "backward", "none"],
     "moments_dtype": ["float32", "bfloat16"],
+    "keep_reference": [True, False],
     "device_memory_bytes": [None, 1, 80 << 30],
     "throttle": [None, Throttle(), Throttle(link_bytes_per_s=1e9, update_bytes_per_s=2e9)],
 }

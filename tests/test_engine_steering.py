@@ -16,9 +16,9 @@ from reference import make_batch
 from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine
+from megatrain.conductor import VISITS_IN_FLIGHT
 from megatrain.config import Throttle
 from megatrain.control import State, StoppedError
-from megatrain.engine import VISITS_IN_FLIGHT
 from megatrain.memory import device_bytes
 from megatrain.steering import Position
 from megatrain.trace import HELD

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatrain import AdamWConfig, StreamingEngine
 from megatrain.lanes import CpuStream, Lane
-from megatrain.loss import head
+from megatrain.loss import backward
 
 STILL = AdamWConfig(lr=0.0)
 
@@ -132,11 +132,11 @@ def test_logits_of_a_step_are_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPat
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with LiveLogits(VOCAB, hidden=64) as watch:  # a mode counts in the thread that enters it
-            result = head(*args, **kwargs)
+            result = backward(*args, **kwargs)
         peaks.append(watch.peak_bytes)
         return result
 
-    monkeypatch.setattr("megatrain.executor.head", watched)
+    monkeypatch.setattr("megatrain.executor.backward", watched)
     with StreamingEngine(build("llama"), engine_config(loss_chunk_tokens=16)) as engine:
         for rows, seq in ((2, 32), (8, 128)):
             engine.step(make_batch(build("llama"), rows, seq))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megatrain.anatomy import Anatomy, Tape, check, forward
 from megatrain.batch import shifted
-from megatrain.loss import head
+from megatrain.loss import Head, backward
 
 CHUNK = 16
 FLOAT_BYTES = 4
@@ -40,20 +40,17 @@ class Streamed:
     def head(
         self, chunk_tokens: int, tokens: int | None = None, share: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
-        """What `megatrain.loss.head` returns, and the summed gradients of the shell."""
+        """What `megatrain.loss.backward` returns, and the summed gradients of the shell."""
         sums: dict[str, Tensor] = {}
 
         def add(name: str, gradient: Tensor) -> None:
             sums[name] = sums[name] + gradient if name in sums else gradient.clone()
 
-        loss, gradient, balancing = head(
-            self.anatomy,
-            self.tape,
-            self.hidden,
-            self.targets,
+        loss, gradient, balancing = backward(
+            Head(self.anatomy, self.tape, self.hidden, self.targets, chunk_tokens),
             tokens=tokens or int((self.targets != IGNORED).sum()),
             share=share,
-            chunk_tokens=chunk_tokens,
+            score_gradient=None,
             shell=self.shell,
             on_gradient=add,
         )

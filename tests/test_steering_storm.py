@@ -22,9 +22,9 @@ from tiny_models import tiny
 from torch import Tensor
 
 from megatrain import AdamWConfig, StreamingEngine, TrainingRun
+from megatrain.conductor import VISITS_IN_FLIGHT
 from megatrain.config import Throttle
 from megatrain.control import State
-from megatrain.engine import VISITS_IN_FLIGHT
 from megatrain.folder import RunFolder
 from megatrain.memory import device_bytes
 from megatrain.report import RunState

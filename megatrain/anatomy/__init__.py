@@ -1,9 +1,9 @@
 """A Hugging Face model as layers and a shell, without knowing its class."""
 
 from megatrain.anatomy.arithmetic import Arithmetic, arithmetic
-from megatrain.anatomy.calls import Tape, backward, forward, send_back_collected, shell_gradients
+from megatrain.anatomy.calls import Tape, backward, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check
-from megatrain.anatomy.model import Anatomy, chunks
+from megatrain.anatomy.model import Anatomy, Chunk, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
 from megatrain.anatomy.widths import Widths, widths
@@ -11,6 +11,7 @@ from megatrain.anatomy.widths import Widths, widths
 __all__ = [
     "Anatomy",
     "Arithmetic",
+    "Chunk",
     "Dtypes",
     "RandomState",
     "Tape",
@@ -19,6 +20,7 @@ __all__ = [
     "Widths",
     "arithmetic",
     "backward",
+    "call",
     "check",
     "chunks",
     "decayed_parameters",

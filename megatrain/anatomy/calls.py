@@ -107,13 +107,19 @@ class Tape:
         self.extra_gradients[key] = gradient if known is None else known + gradient
 
 
+def call(layer: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `layer` gives for these arguments with `tensors` as its weights and buffers, without a graph."""
+    with torch.no_grad():
+        return functional_call(layer, tensors, args, kwargs, strict=True)
+
+
 def forward(
     layer: nn.Module, tensors: dict[str, torch.Tensor], tape: Tape, index: int, hidden: torch.Tensor
 ) -> torch.Tensor:
     """Run layer `index` with `tensors` as its weights and buffers, without a graph; (B, T, D) → (B, T, D)."""
     args, kwargs = tape.calls[index].arguments(hidden, {})
-    with torch.no_grad(), collecting(tape.keys) as collected:
-        output = functional_call(layer, tensors, args, kwargs, strict=True)
+    with collecting(tape.keys) as collected:
+        output = call(layer, tensors, args, kwargs)
     if tape.keys:
         tape.collected[index] = collected
     return hidden_of(output).detach()

@@ -99,7 +99,7 @@ def _whole(
     handles = [layer.register_forward_hook(remember(i)) for i, layer in enumerate(anatomy.layers)]
     buffers = {name: buffer.clone() for name, buffer in _layer_buffers(anatomy)}
     try:
-        loss = anatomy.call_whole(inputs, labels).loss
+        loss = _whole_loss(anatomy, inputs, labels)
     except Exception as error:  # whatever a model's own code raises
         raise UnsupportedModelError(
             f"{type(anatomy.model).__name__} fails on a batch of {PROBE_ROWS} × {PROBE_TOKENS} tokens, one row padded: "
@@ -126,6 +126,18 @@ def _whole(
     parameters = {n: p for n, p in anatomy.model.named_parameters() if n in names}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) if parameters else ()
     return loss.detach(), {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _whole_loss(anatomy: Anatomy, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """The model's own loss; of a classifier, whose loss is the user's, any function of what it gives."""
+    if anatomy.classifies:
+        return _any_function(anatomy.call_whole(inputs).logits)
+    loss: torch.Tensor = anatomy.call_whole(inputs, labels=labels).loss
+    return loss
+
+
+def _any_function(scores: torch.Tensor) -> torch.Tensor:
+    return scores.float().square().sum()
 
 
 def _layer_buffers(anatomy: Anatomy) -> list[tuple[str, torch.Tensor]]:
@@ -237,9 +249,12 @@ def _head(
     """Loss and its gradient with respect to the last hidden state, chunk by chunk as the engine does it."""
     tokens = int((targets != IGNORED).sum())
     total, gradient = torch.zeros(()), torch.zeros_like(hidden)
-    for chunk in chunks(PROBE_ROWS, PROBE_TOKENS, PROBE_CHUNK):
+    for chunk in chunks(PROBE_ROWS, PROBE_TOKENS, PROBE_TOKENS if anatomy.classifies else PROBE_CHUNK):
         leaf = chunk.of(hidden).detach().requires_grad_()
-        loss = anatomy.loss(tape, leaf, chunk, chunk.of(targets), tokens)
+        if anatomy.classifies:
+            loss = _any_function(anatomy.scores(tape, leaf, chunk, chunk.of(targets), 1.0))
+        else:
+            loss = anatomy.loss(tape, leaf, chunk, chunk.of(targets), tokens)
         found = torch.autograd.grad(loss, [leaf, *shell.values()], allow_unused=True)
         gradient[chunk.rows, chunk.columns] = found[0]
         total = total + loss.detach()

@@ -32,6 +32,7 @@ from megatrain.anatomy.stub import Elsewhere, StubbedModel, like_output
 from megatrain.batch import IGNORED
 
 _NOT_FOR_LOSS = {"hidden_states", "attentions", "cross_attentions"}
+_CLASSIFIER = "ForSequenceClassification"  # transformers' own way to name them
 
 
 class _RecordingComplete(Exception):  # noqa: N818 - not an error
@@ -74,6 +75,7 @@ class Anatomy:
         self.forms: list[Any] = []  # of what each layer returns; learned by the check
         self.token_elements = 0  # of one token's hidden state between layers; learned by the check
         self.loss_from_logits = False  # the model's forward cannot be told to sum its loss over chunks
+        self.classifies = type(model).__name__.endswith(_CLASSIFIER)  # its head gives values for a whole sequence
         self._parameters = inspect.signature(model.forward).parameters
         self._any_keyword = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
@@ -143,6 +145,33 @@ class Anatomy:
 
         hidden: the last layer's output for this chunk (b, t, D). targets: shifted labels of it (b, t).
         """
+        options: dict[str, Any] = {}
+        if not self.loss_from_logits:
+            options = {"labels": targets, "shift_labels": targets, "num_items_in_batch": tokens}
+        output = self._after_layers(tape, hidden, chunk, **options)
+        if self.loss_from_logits:
+            return self._loss_function(output.logits, targets, tokens)
+        loss: torch.Tensor = output.loss
+        return loss
+
+    def scores(
+        self, tape: Tape, hidden: torch.Tensor, chunk: Chunk, targets: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        """What a chunk's logits say, float32, attached to `hidden` and the shell.
+
+        A language model: the log-probability of each target, of logits ÷ temperature, 0 where it is ignored (b, t).
+        A classifier: its logits (b, labels); the chunk must hold whole sequences.
+        """
+        logits: torch.Tensor = self._after_layers(tape, hidden, chunk).logits.float()
+        if self.classifies:
+            return logits
+        logits = logits if temperature == 1 else logits / temperature
+        flat, labels = logits.flatten(0, 1), targets.flatten()
+        losses = nn.functional.cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
+        return (0 - losses).view(targets.shape)  # not −0 where a target is ignored
+
+    def _after_layers(self, tape: Tape, hidden: torch.Tensor, chunk: Chunk, **options: Any) -> Any:
+        """The model's output, its layers' being `hidden` (b, t, D)."""
         ids = chunk.of(tape.inputs["input_ids"])
         random = RandomState(ids.device)
         before = random.get()
@@ -153,17 +182,9 @@ class Anatomy:
             random.set(before)  # what dropout the shell still does comes after the layers' own
             return like_output(self.forms[index], hidden)
 
-        options: dict[str, Any] = {}
-        if tape.keys:
-            options |= {f"output_{key}": False for key in tape.keys}
-        if not self.loss_from_logits:
-            options |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": tokens}
-        with self.stubbed.answering(on_call), torch.enable_grad():
-            output = self._call({"input_ids": ids}, **options)
-            if self.loss_from_logits:
-                return self._loss_function(output.logits, targets, tokens)
-            loss: torch.Tensor = output.loss
-        return loss
+        options |= {f"output_{key}": False for key in tape.keys}
+        with self.stubbed.answering(on_call):
+            return self._call({"input_ids": ids}, **options)
 
     def _loss_function(self, logits: torch.Tensor, targets: torch.Tensor, tokens: int) -> torch.Tensor:
         loss: torch.Tensor = self.model.loss_function(  # type: ignore[operator]
@@ -180,7 +201,7 @@ class Anatomy:
 
         leaves[i]: layer i's collected tensors, in the order in which backward collects them again.
         """
-        if not tape.keys:
+        if not tape.keys or self.classifies:
             return None
         leaves = [self._collected_leaves(tape, index) for index in range(len(self.layers))]
 
@@ -210,9 +231,9 @@ class Anatomy:
             options["return_dict"] = True
         return self.model(**inputs, **options)
 
-    def call_whole(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+    def call_whole(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
         """The model's ordinary forward, layers and all (before it is hollowed out)."""
-        return self._call(inputs, labels=labels)
+        return self._call(inputs, **options)
 
     def move_constants(self, device: torch.device) -> None:
         """Move tensors that layers keep as plain attributes; only parameters and buffers are streamed."""

@@ -28,7 +28,7 @@ RECORD_BYTES: Final = 32
 # Where each table's codes begin is part of the format, too.
 OPS: Final[tuple[Op, ...]] = (
     *("load", "record", "forward", "head", "backward"),
-    *("norm", "unload", "update", "offload", "fetch"),
+    *("norm", "unload", "update", "offload", "fetch", "score"),
 )
 SLOTS: Final[tuple[tuple[SlotKind, SlotState], ...]] = (
     *(("weights", "free"), ("weights", "loading"), ("weights", "ready")),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from megatrain.trace.records import Op, Span
 
-COMPUTE_OPS: tuple[Op, ...] = ("record", "forward", "head", "backward")
+COMPUTE_OPS: tuple[Op, ...] = ("record", "forward", "score", "head", "backward")
 
 
 def flow_chains(spans: Iterable[Span]) -> list[list[Span]]:

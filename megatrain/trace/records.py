@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host"]
-Op = Literal["load", "record", "forward", "head", "backward", "norm", "unload", "update", "offload", "fetch"]
+Op = Literal["load", "record", "forward", "head", "backward", "norm", "unload", "update", "offload", "fetch", "score"]
 SlotKind = Literal["weights", "gradients"]
 SlotState = Literal["free", "loading", "ready", "in_use", "draining", "removed"]
 
@@ -16,6 +16,7 @@ class Span:
     """One piece of work that one lane did.
 
     op: "load" weights in; "record" the call with stubbed layers; "forward", "head", "backward" compute;
+        "score" the head alone: log-probabilities of the labels, without a gradient;
         "norm" the global gradient norm, read by the host; "unload" gradients out; "update" AdamW;
         "offload" and "fetch" saved layer inputs to the host and back.
     layer: None = the shell (embeddings, final norm, head). slot: the device buffer, where there is one.
