@@ -6,9 +6,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatrain.journal import JournalReader
-from megatrain.trace import LayerStats, Marker, MemorySample, Recorder, Records, SlotChange, Span, StepRecord
+from megatrain.trace import (
+    EvaluationRecord,
+    LayerStats,
+    Marker,
+    MemorySample,
+    Recorder,
+    Records,
+    SlotChange,
+    Span,
+    StepRecord,
+)
 
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
 
 
 class LiveFeed:
@@ -17,25 +27,24 @@ class LiveFeed:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._next: dict[type, int] = {}
+        self._lost = 0
 
     def poll(self) -> Records:
         """Return what was recorded since the last call, the first time all that is kept.
 
         `lost` counts what was dropped before it could be read, because this was called too seldom.
         """
-        spans, lost_spans = self._read(Span)
-        slots, lost_slots = self._read(SlotChange)
-        memory, lost_memory = self._read(MemorySample)
-        steps, lost_steps = self._read(StepRecord)
-        layers, lost_layers = self._read(LayerStats)
-        markers, lost_markers = self._read(Marker)
-        lost = lost_spans + lost_slots + lost_memory + lost_steps + lost_layers + lost_markers
-        return Records(spans, slots, memory, steps, layers, markers, lost)
+        spans, slots, memory = self._read(Span), self._read(SlotChange), self._read(MemorySample)
+        steps, layers, markers = self._read(StepRecord), self._read(LayerStats), self._read(Marker)
+        evaluations = self._read(EvaluationRecord)
+        lost, self._lost = self._lost, 0
+        return Records(spans, slots, memory, steps, layers, markers, evaluations, lost)
 
-    def _read(self, kind: type[R]) -> tuple[list[R], int]:
+    def _read(self, kind: type[R]) -> list[R]:
         index = self._next.get(kind, 0)
         records, self._next[kind] = self._recorder.since(kind, index)
-        return records, self._next[kind] - index - len(records)
+        self._lost += self._next[kind] - index - len(records)
+        return records
 
 
 class FolderFeed:

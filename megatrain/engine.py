@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,7 @@ class StepResult:
     loss: the model's loss, mean over the predicted tokens of the global batch (with a router balancing loss where
     the model's configuration asks for one, as Hugging Face's `.loss`; that part alone is `balancing_loss`).
     grad_norm: global 2-norm before clipping. tokens: predicted tokens. skipped: why nothing was applied, or None.
+    metrics: what the caller gave, or its objective left, beside it.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class StepResult:
     tokens: int
     balancing_loss: float = 0.0
     skipped: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,12 @@ class StreamingEngine:
     # ---- one step ----
 
     def step(
-        self, batch: dict[str, torch.Tensor], objective: Objective | None = None, *, temperature: float = 1.0
+        self,
+        batch: dict[str, torch.Tensor],
+        objective: Objective | None = None,
+        *,
+        temperature: float = 1.0,
+        metrics: dict[str, float] | None = None,
     ) -> StepResult:
         """Train on one global batch: forward, backward and an optimizer step.
 
@@ -210,6 +217,7 @@ class StreamingEngine:
         objective: a loss of your own instead of the model's: a function of the `scores` of the whole global batch,
             on the CPU, whatever the micro-batches. Its gradient is exact; the head runs forward once more for it.
         temperature: that logits are divided by before they become scores.
+        metrics: further figures for the step's record; the objective may still add to them.
 
         Raises ValueError for a batch that cannot be trained on, NonFiniteError if the loss or the gradient norm is,
         ObjectiveError if the objective fails (in all three nothing is applied), LaneError if a lane failed.
@@ -224,7 +232,10 @@ class StreamingEngine:
                 start_s = self.recorder.now()
                 if not cut.tokens:
                     return self._skip(cut, start_s)
-                return self._train(cut, start_s, rows, objective, temperature)
+                result = self._train(cut, rows, objective, temperature)
+                result = replace(result, metrics=metrics or {})
+                self._record_step(cut, start_s, result)
+                return result
             finally:
                 self.control.end_step()
 
@@ -240,9 +251,7 @@ class StreamingEngine:
             tensors["labels"] = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
         return make_batch(tensors, rows, self._vocabulary())
 
-    def _train(
-        self, cut: Batch, start_s: float, rows: int | None, objective: Objective | None, temperature: float
-    ) -> StepResult:
+    def _train(self, cut: Batch, rows: int | None, objective: Objective | None, temperature: float) -> StepResult:
         asked = self.control.knobs  # once: a wish may change them at any moment
         offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), asked)
         if knobs != asked:
@@ -252,9 +261,7 @@ class StreamingEngine:
         head = (Kind.HEAD,) if objective is None else (Kind.SCORE, Kind.HEAD)
         with self._in_flight(self._begin(cut, head, offload=offload)) as state:
             state.temperature = temperature
-            result = self._run(state, objective)
-            self._record_step(cut, start_s, result)
-            return result
+            return self._run(state, objective)
 
     @contextmanager
     def _in_flight(self, state: StepState) -> Iterator[StepState]:
@@ -396,6 +403,7 @@ class StreamingEngine:
                 prefetch_depth=self._conductor.knobs.prefetch_depth,
                 micro_batches=len(batch.parts),
                 skipped=result.skipped,
+                metrics=result.metrics,
             )
         )
 

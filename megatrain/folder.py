@@ -44,6 +44,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"  # StepRecord, one a line
         self.memory = self.path / "memory.jsonl"  # MemorySample
         self.markers = self.path / "markers.jsonl"  # Marker
+        self.evaluations = self.path / "evaluations.jsonl"  # EvaluationRecord
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
@@ -64,8 +65,8 @@ class RunFolder:
 
     def records(self) -> list[Path]:
         """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
-        named = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.model, self.trace]
-        paths = [*named, *map(self.segment, self.segments()), self.run]
+        said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations]
+        paths = [*said, self.model, self.trace, *map(self.segment, self.segments()), self.run]
         return [path for path in paths if path.exists()]
 
     # ---- the run's side ----

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatrain.folder import RunFolder
 from megatrain.journal.tail import EventTail, LineTail
-from megatrain.trace import Marker, MemorySample, Records, StepRecord
+from megatrain.trace import EvaluationRecord, Marker, MemorySample, Records, StepRecord
 
 
 class JournalReader:
@@ -53,12 +53,14 @@ class _Tails:
         self._steps = LineTail(folder.metrics, StepRecord)
         self._memory = LineTail(folder.memory, MemorySample)
         self._markers = LineTail(folder.markers, Marker)
+        self._evaluations = LineTail(folder.evaluations, EvaluationRecord)
 
     def read(self) -> Records:
-        steps, memory, markers = self._steps.read(), self._memory.read(), self._markers.read()
+        steps, memory = self._steps.read(), self._memory.read()
+        markers, evaluations = self._markers.read(), self._evaluations.read()
         events = self._events.read()
-        return Records(events.spans, events.slots, memory, steps, events.layers, markers, events.lost)
+        return Records(events.spans, events.slots, memory, steps, events.layers, markers, evaluations, events.lost)
 
     def close(self) -> None:
-        for tail in (self._events, self._steps, self._memory, self._markers):
+        for tail in (self._events, self._steps, self._memory, self._markers, self._evaluations):
             tail.close()

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 from megatrain.folder import RunFolder
 from megatrain.journal.binary import RECORD_BYTES, VERSION, decode, decode_header
 from megatrain.plain import from_plain
-from megatrain.trace import LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
+from megatrain.trace import EvaluationRecord, LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
 
-L = TypeVar("L", bound=MemorySample | StepRecord | Marker)
+L = TypeVar("L", bound=MemorySample | StepRecord | Marker | EvaluationRecord)
 
 
 class LineTail(Generic[L]):

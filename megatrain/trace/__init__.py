@@ -8,6 +8,7 @@ from megatrain.trace.metrics import StepMetrics, step_metrics
 from megatrain.trace.recorder import Recorder, Records
 from megatrain.trace.records import (
     HELD,
+    EvaluationRecord,
     Lane,
     LayerStats,
     Marker,
@@ -23,6 +24,7 @@ from megatrain.trace.waits import Wait, WaitCause, compute_waits
 
 __all__ = [
     "HELD",
+    "EvaluationRecord",
     "Lane",
     "LayerStats",
     "Marker",

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from megatrain.trace.records import LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
+from megatrain.trace.records import EvaluationRecord, LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
 
-Record = Span | SlotChange | MemorySample | StepRecord | LayerStats | Marker
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
+Record = Span | SlotChange | MemorySample | StepRecord | LayerStats | Marker | EvaluationRecord
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
 
-RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker)
+RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Records:
     steps: list[StepRecord] = field(default_factory=list)
     layers: list[LayerStats] = field(default_factory=list)
     markers: list[Marker] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
     lost: int = 0
 
 
@@ -98,10 +99,16 @@ class Recorder:
     def markers(self) -> list[Marker]:
         return self.since(Marker, 0)[0]
 
+    def evaluations(self) -> list[EvaluationRecord]:
+        return self.since(EvaluationRecord, 0)[0]
+
     def snapshot(self) -> Records:
         """Return all that is kept; `lost` counts what the bound has dropped since the run began."""
-        lists = (self.spans(), self.slots(), self.memory(), self.steps(), self.layers(), self.markers())
-        return Records(*lists, lost=sum(max(log.added - self.capacity, 0) for log in self._logs.values()))
+        return Records(
+            *(self.spans(), self.slots(), self.memory(), self.steps()),
+            *(self.layers(), self.markers(), self.evaluations()),
+            lost=sum(max(log.added - self.capacity, 0) for log in self._logs.values()),
+        )
 
     def _log(self, kind: type) -> _Log[Any]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host"]
@@ -71,6 +71,7 @@ class StepRecord:
 
     tokens: predicted (not ignored) tokens. sequence_tokens: tokens processed, padding not counted.
     flops: model FLOPs of the step (see `model_flops`). skipped: why the update was not applied, or None.
+    metrics: further figures that the training recipe has to tell, such as rewards.
     """
 
     step: int
@@ -85,6 +86,20 @@ class StepRecord:
     prefetch_depth: int
     micro_batches: int
     skipped: str | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """How well the model predicted data that it is not trained on, after a step.
+
+    loss: mean negative log-likelihood per predicted token. tokens: predicted tokens.
+    """
+
+    time_s: float
+    step: int
+    loss: float
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
