@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from operations import Played, depth, drawn, lines, play, schedule
 
 from megatrain.hazards import check
-from megatrain.schedule import LANE_OF, Kind, Op, StepShape, Visit
+from megatrain.schedule import LANE_OF, Kind, Op, Schedule, StepShape, Visit
 from megatrain.steering import Knobs
 
 ONE = StepShape(micro_batches=1)
@@ -474,6 +474,105 @@ def test_knobs_turned_at_any_layer_keep_the_order_safe(
     assert slots_at_each_visit(played) == counts
     assert_window_is_loaded(played, [0] * len(counts))
     assert check(played.ops) == len(played.ops)
+
+
+SCORED = StepShape(micro_batches=2, backward_from=3, head=(Kind.SCORE,))
+
+
+def test_a_pass_without_training() -> None:
+    """Up and no further; what lies in the slots and the shell serves the step that follows."""
+    planned = schedule(3)
+    first = [*planned.step(SCORED, depth(1))]
+    assert drawn(first) == lines("""
+        0 load shell
+        1 record shell mb0 after 0
+        2 record shell mb1
+        3 add shell slot0
+        4 add shell slot1
+        5 add shell grad0
+        6 add shell grad1
+        7 load 0 slot0
+        8 forward 0 mb0 slot0 after 7
+        9 forward 0 mb1 slot0
+        10 load 1 slot1
+        11 forward 1 mb0 slot1 after 10
+        12 forward 1 mb1 slot1
+        13 load 2 slot0 after 7,9
+        14 forward 2 mb0 slot0 after 13
+        15 forward 2 mb1 slot0
+        16 score shell mb0
+        17 score shell mb1
+    """)
+    then = [op for op in planned.step(ONE, depth(1)) if op.lane in ("h2d", "compute")]
+    assert drawn(then)[:5] == lines("""
+        18 record shell mb0
+        19 load 0 slot0 after 13,15
+        20 forward 0 mb0 slot0 after 19
+        21 forward 1 mb0 slot1 after 10
+        22 load 2 slot0 after 19,20
+    """)
+
+
+def test_an_objective_sees_every_score_before_any_head() -> None:
+    shape = StepShape(micro_batches=2, head=(Kind.SCORE, Kind.HEAD))
+    kinds = [(op.kind, op.micro_batch) for op in schedule(2).step(shape, depth(1)) if op.kind in shape.head]
+    assert kinds == [(Kind.SCORE, 0), (Kind.SCORE, 1), (Kind.HEAD, 0), (Kind.HEAD, 1)]
+
+
+def test_weights_that_are_forgotten_are_loaded_again() -> None:
+    planned = schedule(2)
+    loads = []
+    for _ in range(2):
+        loads.append([op.layer for op in planned.step(SCORED_TWO, depth(1)) if op.kind is Kind.LOAD])
+    planned.forget_weights()
+    loads.append([op.layer for op in planned.step(SCORED_TWO, depth(1)) if op.kind is Kind.LOAD])
+    assert loads == [[None, 0, 1], [], [None, 0, 1]]
+
+
+SCORED_TWO = StepShape(micro_batches=1, backward_from=2, head=(Kind.SCORE,))
+
+
+def called(planned: Schedule, knobs: Iterator[Knobs]) -> Iterator[Op]:
+    """Layers as a model's own forward calls them, twice; what it hands to layer 0 stands for a recording."""
+    shape = StepShape(micro_batches=1, backward_from=planned.layers, head=())
+    loads = [*planned.load_shell()]
+    yield from loads
+    for _ in range(2):
+        record = planned._op(Kind.RECORD, None, micro_batch=0, waits=tuple(op.number for op in loads))
+        yield record
+        planned._shell_use = record.number  # the engine waits for what the caller computed before it goes on
+        for layer in range(planned.layers):
+            yield from planned.visit(planned.visits(shape) * 2, layer, next(knobs), shape)
+
+
+@given(
+    layers=st.integers(1, 6),
+    frozen=st.sets(st.integers(0, 5)),
+    turns=st.lists(some_knobs, min_size=1, max_size=20),
+    passes=st.lists(st.sampled_from(["train", "objective", "score", "call", "forget"]), min_size=1, max_size=6),
+    in_backward=st.booleans(),
+    shell_trained=st.booleans(),
+)
+def test_training_scoring_and_calls_in_any_order_are_safe(
+    layers: int, frozen: set[int], turns: list[Knobs], passes: list[str], in_backward: bool, shell_trained: bool
+) -> None:
+    knobs = cycle(turns)
+    trained = set(range(layers)) - frozen
+    planned = schedule(layers, trained=trained, update_in_backward=in_backward, shell_trained=shell_trained)
+    ops: list[Op] = []
+    for kind in passes:
+        if kind == "forget":
+            planned.forget_weights()
+        elif kind == "call":
+            ops += called(planned, knobs)
+        elif kind == "score":
+            shape = StepShape(2, backward_from=layers, head=(Kind.SCORE,))
+            ops += planned.step(shape, lambda _: next(knobs))
+        else:
+            head = (Kind.HEAD,) if kind == "train" else (Kind.SCORE, Kind.HEAD)
+            ops += planned.step(StepShape(2, head=head, shell_backward=shell_trained), lambda _: next(knobs))
+            ops += planned.updates()
+    assert check(ops) == len(ops)
 
 
 def test_every_operation_has_a_lane_and_a_number_of_its_own() -> None:
