@@ -21,7 +21,8 @@ VISITS_IN_FLIGHT = 2  # layer visits issued ahead of the one that runs; bounds h
 class Conductor:
     """Issues the operations of one pass after another; between two layers it meets the wishes of `control`.
 
-    knobs: as they were at the last layer. held: while held, what a viewer may want to know.
+    schedule: what lies where on the device; a new one where nothing does. knobs: as they were at the last layer.
+    held: while held, what a viewer may want to know.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Conductor:
     ) -> None:
         self.knobs = knobs
         self.held: Inspection | None = None
-        self._schedule = schedule
+        self.schedule = schedule
         self._executor = executor
         self._control = control
         self._recorder = recorder
@@ -49,7 +50,7 @@ class Conductor:
     ) -> None:
         """Issue a whole pass. numbers: for updates inside backward. before: called before each operation is issued."""
         self.begin()
-        for op in self._schedule.step(state.shape, lambda visit: self._knobs_at(state, visit)):
+        for op in self.schedule.step(state.shape, lambda visit: self._knobs_at(state, visit)):
             before(op)
             self._executor.issue(state, op, numbers)
             if op.lane == "compute":
@@ -71,17 +72,17 @@ class Conductor:
 
     def load_shell(self, state: StepState) -> None:
         """Before the model's forward is called: its shell has to lie on the device as it is on the host."""
-        for op in self._schedule.load_shell():
+        for op in self.schedule.load_shell():
             self._executor.issue(state, op)
             self._executor.wait(op.number)
 
     def call(self, state: StepState, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer forward with these arguments; those that the next call will need are loaded meanwhile."""
-        visits = self._schedule.visits(state.shape) * 2  # after the last layer comes the first, for the next token
+        visits = self.schedule.visits(state.shape) * 2  # after the last layer comes the first, for the next token
         if layer == 0:
             self._executor.forget_complete()
         answer: list[Any] = []
-        for op in self._schedule.visit(visits, layer, self._knobs_at(state, visits[layer]), state.shape):
+        for op in self.schedule.visit(visits, layer, self._knobs_at(state, visits[layer]), state.shape):
             work = self._executor.calling(op, args, kwargs, answer) if op.kind is Kind.FORWARD else None
             self._executor.issue(state, op, work=work)
             if work is not None:
@@ -115,7 +116,7 @@ class Conductor:
         self.tell("paused", self._paused, True, state.number, visit.layer)
         self._paused = self._executor.inspecting = True
         self._held_from_s = self._held_from_s or self._recorder.now()
-        coming = self._schedule.preview(state.shape, visit, knobs)
+        coming = self.schedule.preview(state.shape, visit, knobs)
         self.held = replace(self._executor.inspected, next=[op.words for op in coming])
 
     def tell(self, name: str, old: object, new: object, step: int, layer: int | None) -> None:

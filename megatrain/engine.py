@@ -46,6 +46,10 @@ log = logging.getLogger("megatrain")
 Objective = Callable[[torch.Tensor], torch.Tensor]  # scores of a whole batch → the loss, a scalar
 
 
+class DeviceMemoryError(RuntimeError):
+    """The device ran out of memory; the message says where, and what to lower. Nothing was applied."""
+
+
 class ObjectiveError(ValueError):
     """A loss of the user's own failed, or gave no loss; nothing was applied."""
 
@@ -140,13 +144,6 @@ class StreamingEngine:
             raise
         self._take_over()
         self._room.look()
-        schedule = Schedule(
-            layers=len(self._layouts),
-            trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
-            shell_trained=bool(self._shell_layout.trained),
-            update_in_backward=self._update_in_backward,
-            slabs=HOST_SLABS,
-        )
         self._executor = Executor(
             self._anatomy,
             self._layouts,
@@ -164,8 +161,7 @@ class StreamingEngine:
             Checks(self._room.require, lambda rows: self._room.require_rows(self.control.knobs, rows), visits),
             micro_batch_size=self.config.micro_batch_size,
         )
-        self._schedule = schedule
-        self._conductor = Conductor(schedule, self._executor, self.control, self.recorder, knobs)
+        self._conductor = Conductor(self._new_schedule(), self._executor, self.control, self.recorder, knobs)
 
     # ---- construction ----
 
@@ -200,6 +196,15 @@ class StreamingEngine:
         yield self._anatomy.shell, self._host.shell
         yield from zip(self._anatomy.units, self._host.layers, strict=True)
 
+    def _new_schedule(self) -> Schedule:
+        return Schedule(
+            layers=len(self._layouts),
+            trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
+            shell_trained=bool(self._shell_layout.trained),
+            update_in_backward=self._update_in_backward,
+            slabs=HOST_SLABS,
+        )
+
     # ---- one step ----
 
     def step(
@@ -220,7 +225,8 @@ class StreamingEngine:
         metrics: further figures for the step's record; the objective may still add to them.
 
         Raises ValueError for a batch that cannot be trained on, NonFiniteError if the loss or the gradient norm is,
-        ObjectiveError if the objective fails (in all three nothing is applied), LaneError if a lane failed.
+        ObjectiveError if the objective fails, DeviceMemoryError if the device has too little memory, also with all that
+        "auto" can do without (in all four nothing is applied, and the engine goes on), LaneError if a lane failed.
         """
         with self._alone():
             self._require_own_weights()
@@ -252,12 +258,30 @@ class StreamingEngine:
         return make_batch(tensors, rows, self._vocabulary())
 
     def _train(self, cut: Batch, rows: int | None, objective: Objective | None, temperature: float) -> StepResult:
+        """A step, tried again where the device has too little memory for what "auto" chose."""
+        before = self.random_states()
+        while True:
+            offload, knobs = self._settle(cut, rows)
+            try:
+                return self._try(cut, objective, temperature, offload=offload)
+            except DeviceMemoryError as error:
+                lowered = self._room.tighten(knobs, offload=offload)
+                if lowered is None:
+                    raise
+                log.warning("step %d is tried again, %s: %s", self._step, lowered, error)
+                self._executor.set_random_states(before)
+
+    def _settle(self, cut: Batch, rows: int | None) -> tuple[bool, Knobs]:
+        """Make room for a batch: whether saved inputs are offloaded, and the knobs."""
         asked = self.control.knobs  # once: a wish may change them at any moment
         offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), asked)
         if knobs != asked:
             self.control.choose_resident_layers(knobs.resident_layers)
         self._conductor.tell("micro_batch_size", self._rows, rows, self._step, None)
         self._rows = rows
+        return offload, knobs
+
+    def _try(self, cut: Batch, objective: Objective | None, temperature: float, *, offload: bool) -> StepResult:
         head = (Kind.HEAD,) if objective is None else (Kind.SCORE, Kind.HEAD)
         with self._in_flight(self._begin(cut, head, offload=offload)) as state:
             state.temperature = temperature
@@ -265,17 +289,33 @@ class StreamingEngine:
 
     @contextmanager
     def _in_flight(self, state: StepState) -> Iterator[StepState]:
-        """Within, a pass runs. After a failure it is neither done nor undone, and the engine unusable."""
+        """Within, a pass runs. After a failure it is neither done nor undone, and the engine unusable.
+
+        Not so where the device had too little memory: nothing was applied, unless updates follow each gradient at once.
+        """
         try:
             yield state
         except (NonFiniteError, ObjectiveError):
             raise
         except BaseException as error:  # a lane failed, or the user interrupted
             self._failure = error
+            if _ran_out_of_memory(error) and not (self._update_in_backward and state.shape.trains):
+                raise self._out_of_memory(error, state) from error
             raise
         finally:
             if self._failure is None:
                 self._executor.end(state)
+
+    def _out_of_memory(self, error: BaseException, state: StepState) -> DeviceMemoryError:
+        """Clear the device, so that the engine can go on, and say what to lower."""
+        self._executor.restart(state.number)
+        self._conductor.schedule = self._new_schedule()
+        self._failure = None
+        rows = self._rows
+        size = self._room.size_of(state.batch.shape, rows) if state.batch.tokens else self._room.size
+        advice = self._room.advice(self._conductor.knobs, size, rows, offload=state.shape.offload)
+        said = str(error).splitlines()[0]
+        return DeviceMemoryError(f"the device ran out of memory ({said}); nothing was applied. {advice}")
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
@@ -361,7 +401,7 @@ class StreamingEngine:
         self._require_finite(loss, grad_norm)
         self._record_layers(scales)
         numbers = Hyperparameters(self.optimizer, self.lr, self._clip_factor(grad_norm))
-        for op in self._schedule.updates():
+        for op in self._conductor.schedule.updates():
             self._executor.issue(state, op, numbers)
         self._step += 1
         if self.config.optimizer_overlap == "none":
@@ -467,6 +507,8 @@ class StreamingEngine:
             return self._conductor.call(state, layer, args, kwargs)
         except BaseException as error:  # what the caller does with the model beside this leaves the engine whole
             self._failure = error
+            if _ran_out_of_memory(error):
+                raise self._out_of_memory(error, state) from error
             raise
 
     @contextmanager
@@ -494,7 +536,7 @@ class StreamingEngine:
                     tuner = self.model.base_model
                     (tuner.disable_adapter_layers if on else tuner.enable_adapter_layers)()
             else:
-                self._schedule.forget_weights()
+                self._conductor.schedule.forget_weights()
             self._reference = on
 
     @contextmanager
@@ -731,6 +773,10 @@ class StreamingEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__cause__))
 
 
 def _short(value: object) -> str:

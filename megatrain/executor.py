@@ -83,9 +83,8 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._loss_chunk_tokens = loss_chunk_tokens
-        self._lanes = Lanes.on(device, recorder, throttle)
-        # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
-        weakref.finalize(self, self._lanes.close)
+        self._throttle = throttle
+        self._start_lanes()
         self._dones: dict[int, Done] = {}
         self.before_update: Callable[[int | None], None] = lambda _: None
         self.inspecting = False  # while a user steps layer by layer: look into what goes in and comes out
@@ -116,6 +115,11 @@ class Executor:
             Kind.NORM: self._norm,
             Kind.UNLOAD: self._unload,
         }
+
+    def _start_lanes(self) -> None:
+        self._lanes = Lanes.on(self._device, self._recorder, self._throttle)
+        # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
+        self._finalizer = weakref.finalize(self, self._lanes.close)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self.ledger.hold(nbytes)
@@ -174,6 +178,17 @@ class Executor:
             self.ledger.release(gradient.nbytes)
         state.output_gradients.clear()
         self.forget_complete()
+
+    def restart(self, step: int) -> None:
+        """After a pass failed half-way: new lanes and no buffers. Updates that were issued before are done first."""
+        self._lanes.close()
+        self._finalizer.detach()
+        self._dones.clear()
+        for pool in (self.weights, self.gradients):
+            pool.clear(step)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._start_lanes()
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """States of the generators that a model may draw from, by device."""

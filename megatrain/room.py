@@ -21,6 +21,7 @@ class Room:
     """The device's memory as one engine sees it.
 
     size: of the last step that had room; what knobs are checked against.
+    resident_limit, offloads: what "auto" may choose at most, and must, since the device ran out of memory.
     """
 
     layouts: Sequence[Layout]
@@ -30,6 +31,8 @@ class Room:
     widths: Widths
     token_elements: int
     size: StepSize = field(default_factory=StepSize)
+    resident_limit: int | None = None
+    offloads: bool = False
 
     def __post_init__(self) -> None:
         self.look()
@@ -92,7 +95,7 @@ class Room:
         offload = self.config.offload_activations
         if offload == "auto":
             spare = self._spare_bytes(size, offload=False)
-            offload = must_offload(self.layouts, self.shell, bare, size, spare)
+            offload = self.offloads or must_offload(self.layouts, self.shell, bare, size, spare)
         if choose:
             knobs = replace(bare, resident_layers=self._resident_layers(bare, size, offload=offload))
         if changed:
@@ -105,13 +108,50 @@ class Room:
         if self.device.type == "cpu" and self.config.device_memory_bytes is None:
             return 0
         spare = self._spare_bytes(size, offload=offload)
-        return resident_layers_that_fit(self.layouts, self.shell, knobs, size, spare, offload=offload)
+        fitting = resident_layers_that_fit(self.layouts, self.shell, knobs, size, spare, offload=offload)
+        return fitting if self.resident_limit is None else min(fitting, self.resident_limit)
+
+    def tighten(self, knobs: Knobs, *, offload: bool) -> str | None:
+        """After the device ran out of memory: what an "auto" setting leaves to the kernels now, in words.
+
+        None if there is nothing left that the engine may choose.
+        """
+        lowered = None
+        if self.config.resident_layers == "auto" and knobs.resident_layers:
+            self.resident_limit = knobs.resident_layers // 2
+            lowered = f"resident_layers lowered from {knobs.resident_layers} to {self.resident_limit}"
+        elif self.config.offload_activations == "auto" and not offload:
+            self.offloads = True
+            lowered = "saved inputs of layers go to the host from now on"
+        if lowered is not None:
+            self.size = StepSize()  # the next step settles anew
+        return lowered
+
+    def advice(self, knobs: Knobs, size: StepSize, rows: int | None, *, offload: bool) -> str:
+        """What to lower where the device ran out of memory, the largest part first."""
+        held, kernels = self.needs(knobs, size, offload=offload), self._kernels(size, offload=offload)
+        options = [
+            (kernels, f"micro_batch_size ({rows or 'all'}) or loss_chunk_tokens ({self.config.loss_chunk_tokens})"),
+            (0 if offload else held.saved_inputs, "offload_activations=True"),
+            (held.saved_inputs if offload else 0, "the batch"),
+            (
+                held.weight_slots,
+                f"prefetch_depth ({knobs.prefetch_depth}) or resident_layers ({knobs.resident_layers})",
+            ),
+            (held.gradient_buffers, f"grad_buffers ({knobs.grad_buffers})"),
+        ]
+        named = [f"{text}: {nbytes / 1e6:,.1f} MB" for nbytes, text in sorted(options, reverse=True) if nbytes]
+        return "what can be lowered, and about how much lies there: " + "; ".join(named)
 
     def _spare_bytes(self, size: StepSize, *, offload: bool) -> int:
         """What the engine may hold so that kernels find room too; on a CPU they do not work in the arena."""
         if self.device.type == "cpu":
             return self.budget_bytes
-        kernels = workspace(
+        return self.budget_bytes - self._kernels(size, offload=offload)
+
+    def _kernels(self, size: StepSize, *, offload: bool) -> int:
+        """An estimate of what kernels need beside the engine's own buffers."""
+        return workspace(
             self.widths,
             self.layouts,
             self.shell,
@@ -119,5 +159,4 @@ class Room:
             itemsize=self._itemsize,
             chunk_tokens=self.config.loss_chunk_tokens,
             offload=offload,
-        )
-        return self.budget_bytes - kernels.total
+        ).total

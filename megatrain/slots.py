@@ -108,6 +108,13 @@ class BufferPool:
         self._ledger.release(self.nbytes)
         self._tell(number, BufferState.REMOVED, None, step)
 
+    def clear(self, step: int) -> None:
+        """Give all buffers back, whatever they hold; no lane is at work."""
+        for number in list(self._buffers):
+            del self._buffers[number]
+            self._ledger.release(self.nbytes)
+            self._tell(number, BufferState.REMOVED, None, step)
+
     def _tell(self, number: int, state: BufferState, layer: int | None, step: int) -> None:
         change = SlotChange(self._recorder.now(), self.kind, number, state.value, layer, step)  # type: ignore[arg-type]
         self._recorder.add(change)
