@@ -146,6 +146,7 @@ class StreamingEngine:
             shell_trained=bool(self._shell_layout.trained),
             update_in_backward=self._update_in_backward,
             slabs=HOST_SLABS,
+            partly_frozen=frozenset(i for i, each in enumerate(self._layouts) if 0 < each.trained_nbytes < each.nbytes),
         )
         self._executor = Executor(
             self._anatomy,
