@@ -656,21 +656,14 @@ class StreamingEngine:
         return {name: found[name] if name in found else rest[name].cpu().clone() for name in self._names}
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save in Hugging Face's format, in the streamed dtype. Files appear in `folder` only when all are written."""
+        """Save in Hugging Face's format (of a PeftModel the adapters, in peft's), in the streamed dtype.
+
+        Files appear in `folder` only when all are written.
+        """
         with self._alone():
             self._wait_for_updates()
-            self._save(Path(folder))
-
-    def _save(self, target: Path) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-        try:
             with self._whole_model():
-                self.model.save_pretrained(part)
-            for file in sorted(part.iterdir()):
-                os.replace(file, target / file.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+                save_model(self.model, Path(folder))
 
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
@@ -745,6 +738,20 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise ValueError('device="cuda", but torch finds no CUDA device; use "auto" or "cpu"')
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def save_model(model: Any, target: Path) -> None:
+    """Let a model save itself; its files appear in `target` only when all are written."""
+    target.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    try:
+        model.save_pretrained(part)
+        for file in sorted(path for path in part.rglob("*") if path.is_file()):  # peft makes a folder for each name
+            place = target / file.relative_to(part)
+            place.parent.mkdir(exist_ok=True)
+            os.replace(file, place)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _take_over(unit: parts.Unit, host: HostLayer) -> None:

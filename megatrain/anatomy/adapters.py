@@ -17,8 +17,13 @@ from torch import nn
 
 from megatrain.anatomy.model import Anatomy
 
-# What peft says of its own doings, whatever one asks of it: it sees for itself that GPT-2 keeps weights transposed.
-_NOISE = ("fan_in_fan_out is set to False", "`is_gradient_checkpointing` is deprecated")
+# What peft says of its own doings, whatever it is asked for. It sees for itself that GPT-2 keeps weights transposed,
+# and gives the rank of stacked experts by a pattern that it then looks for among modules only.
+_NOISE = (
+    "fan_in_fan_out is set to False",
+    "`is_gradient_checkpointing` is deprecated",
+    "The following (rank|alpha)_pattern keys did not match",
+)
 
 
 def has_adapters(model: nn.Module) -> bool:
