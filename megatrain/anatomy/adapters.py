@@ -10,12 +10,13 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megatrain.anatomy.model import Anatomy
+if TYPE_CHECKING:
+    from megatrain.anatomy.model import Anatomy
 
 # What peft says of its own doings, whatever it is asked for. It sees for itself that GPT-2 keeps weights transposed,
 # and gives the rank of stacked experts by a pattern that it then looks for among modules only.
@@ -29,6 +30,11 @@ _NOISE = (
 def has_adapters(model: nn.Module) -> bool:
     """Whether peft put adapters into this model."""
     return hasattr(model, "peft_config")
+
+
+def base_of(model: Any) -> Any:
+    """The Hugging Face model within a PeftModel; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def add_lora(model: Any, options: Mapping[str, Any], *, seed: int = 0) -> Any:
