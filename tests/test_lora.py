@@ -428,7 +428,7 @@ def in_parts(anatomy: Anatomy, batch: dict[str, Tensor]) -> float:
 def test_without_adapters_layers_and_shell_compute_as_the_base(family: str, options: dict[str, Any]) -> None:
     model = adapted(family, **options)
     for name in trained_names(model):
-        model.get_parameter(name).data.mul_(3)
+        model.get_parameter(name).data.mul_(10)
     batch = make_batch(model)
     with torch.no_grad():
         with model.disable_adapter():
