@@ -74,6 +74,7 @@ def plan(
     overlap: Annotated[
         str, typer.Option(help="When AdamW runs: forward, none, or backward (no clipping).")
     ] = "forward",
+    lora: Annotated[int | None, typer.Option(min=1, metavar="R", help="Only LoRA adapters of this rank.")] = None,
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Saved inputs go to the host; by default if needed.")
     ] = None,
@@ -97,7 +98,8 @@ def plan(
             offload_activations="auto" if offload is None else offload,
         )
         optimizer = AdamWConfig(max_grad_norm=None if overlap == "backward" else 1.0)
-        fits = _print_plan(model, config, optimizer, _machine(machine, device_memory, host_memory), batch, sequence)
+        described = _machine(machine, device_memory, host_memory)
+        fits = _print_plan(model, lora, config, optimizer, described, batch, sequence)
     except ValueError as error:
         typer.echo(f"Error: {str(error).splitlines()[0]}", err=True)  # transformers may list all its models after it
         raise typer.Exit(WRONG_USE) from None
@@ -162,15 +164,16 @@ def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")],
     out: Annotated[Path, typer.Argument(help="Where the model goes, in Hugging Face's format.")],
     step: Annotated[int | None, typer.Option(help="Of which checkpoint; the newest if not given.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Of a LoRA run: the whole model, adapter merged.")] = False,
 ) -> None:
-    """Write the model of a checkpoint, so that from_pretrained finds it."""
+    """Write the model of a checkpoint for from_pretrained; of a LoRA run its adapter, for peft."""
     from megatrain.settings import settings_of
 
     with _told_errors():
         settings_of(run)  # refused before anything heavy is loaded
         from megatrain.jobs import export as export_model
 
-        done = export_model(run, out, step)
+        done = export_model(run, out, step, merge=merge)
     typer.echo(f"the model after step {done} is in {out}")
 
 
@@ -245,13 +248,25 @@ def _told_errors() -> Iterator[None]:
         raise typer.Exit(WRONG_USE if isinstance(error, ValueError) else FAILED) from None
 
 
-def _print_plan(model: str, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int) -> bool:
+def _print_plan(
+    name: str, lora: int | None, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int
+) -> bool:
     from megatrain.anatomy.presets import named_config
     from megatrain.plan import plan as plan_run
 
-    planned = plan_run(named_config(model), config, optimizer, batch=batch, sequence=sequence, machine=machine)
+    model = named_config(name) if lora is None else _adapted(name, lora)
+    planned = plan_run(model, config, optimizer, batch=batch, sequence=sequence, machine=machine)
     typer.echo(str(planned))
     return planned.fits
+
+
+def _adapted(name: str, rank: int) -> Any:
+    from megatrain.anatomy.adapters import add_lora
+    from megatrain.anatomy.meta import meta_model
+    from megatrain.anatomy.presets import named_config
+    from megatrain.settings import LoraSettings
+
+    return add_lora(meta_model(named_config(name)), LoraSettings(r=rank).options)
 
 
 def _machine(name: str, device_bytes: int | None, host_bytes: int | None) -> Machine:

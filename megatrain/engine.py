@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -203,6 +203,7 @@ class StreamingEngine:
             shell_trained=bool(self._shell_layout.trained),
             update_in_backward=self._update_in_backward,
             slabs=HOST_SLABS,
+            partly_frozen=frozenset(i for i, each in enumerate(self._layouts) if 0 < each.trained_nbytes < each.nbytes),
         )
 
     # ---- one step ----
@@ -520,24 +521,28 @@ class StreamingEngine:
         """
         if self._reference:
             raise RuntimeError("reference() is in effect already")
-        adapted = hasattr(self.model, "disable_adapter")
-        if self._host.shell.reference is None and not adapted:
+        if parts.has_adapters(self.model):
+            switched: AbstractContextManager[None] = parts.without_adapters(self._anatomy)
+        elif self._host.shell.reference is not None:
+            switched = self._other_weights()
+        else:
             raise ValueError("the first weights are not kept; set EngineConfig(keep_reference=True)")
-        self._switch_reference(True, adapted=adapted)
+        with self._alone():
+            switched.__enter__()
+            self._reference = True
         try:
             yield
         finally:
-            self._switch_reference(False, adapted=adapted)
+            with self._alone():
+                switched.__exit__(None, None, None)
+                self._reference = False
 
-    def _switch_reference(self, on: bool, *, adapted: bool) -> None:
-        with self._alone():
-            if adapted:
-                with self._whole_model():  # peft looks for its layers in the model
-                    tuner = self.model.base_model
-                    (tuner.disable_adapter_layers if on else tuner.enable_adapter_layers)()
-            else:
-                self._conductor.schedule.forget_weights()
-            self._reference = on
+    @contextmanager
+    def _other_weights(self) -> Iterator[None]:
+        """What lies on the device is of no use within, nor is what lies there then of any use after it."""
+        self._conductor.schedule.forget_weights()
+        yield
+        self._conductor.schedule.forget_weights()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -697,21 +702,14 @@ class StreamingEngine:
         return {name: found[name] if name in found else rest[name].cpu().clone() for name in self._names}
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save in Hugging Face's format, in the streamed dtype. Files appear in `folder` only when all are written."""
+        """Save in Hugging Face's format (of a PeftModel the adapters, in peft's), in the streamed dtype.
+
+        Files appear in `folder` only when all are written.
+        """
         with self._alone():
             self._wait_for_updates()
-            self._save(Path(folder))
-
-    def _save(self, target: Path) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-        try:
             with self._whole_model():
-                self.model.save_pretrained(part)
-            for file in sorted(part.iterdir()):
-                os.replace(file, target / file.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+                save_model(self.model, Path(folder))
 
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
@@ -790,6 +788,20 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise ValueError('device="cuda", but torch finds no CUDA device; use "auto" or "cpu"')
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def save_model(model: Any, target: Path) -> None:
+    """Let a model save itself; its files appear in `target` only when all are written."""
+    target.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    try:
+        model.save_pretrained(part)
+        for file in sorted(path for path in part.rglob("*") if path.is_file()):  # peft makes a folder for each name
+            place = target / file.relative_to(part)
+            place.parent.mkdir(exist_ok=True)
+            os.replace(file, place)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _take_over(unit: parts.Unit, host: HostLayer) -> None:

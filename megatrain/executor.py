@@ -94,6 +94,7 @@ class Executor:
         self.saved = SavedInputs(self.ledger)
         self.weights = BufferPool("weights", slot_bytes(layouts), device, self.ledger, recorder)
         self.gradients = BufferPool("gradients", gradient_buffer_bytes(layouts), device, self.ledger, recorder)
+        self._frozen_in: dict[int, int] = {}  # weights slot → the layer whose frozen weights are whole there
         self._shell_layout = shell
         self._shell_weights = self._allocate(shell.nbytes)
         self._shell_gradient = self._allocate(shell.trained_nbytes)
@@ -241,6 +242,8 @@ class Executor:
         pool, number = (self.weights, op.slot) if op.slot is not None else (self.gradients, op.buffer)
         assert number is not None
         if op.kind is Kind.ADD:
+            if op.slot is not None:
+                self._frozen_in.pop(op.slot, None)
             pool.add(number, state.number)
             return
         for wait in op.waits:
@@ -257,9 +260,12 @@ class Executor:
             stream.copy(self._shell_weights, source)
             return source.nbytes
         assert op.slot is not None
+        kept = self._frozen_in.get(op.slot) == op.layer  # frozen weights never change, nor in the reference
+        nbytes = host.layout.trained_nbytes if kept else source.nbytes
+        self._frozen_in[op.slot] = op.layer
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
-            stream.copy(slot[: source.nbytes], source)
-        return source.nbytes
+            stream.copy(slot[:nbytes], source[:nbytes])
+        return nbytes
 
     def _fetch(self, state: StepState, op: Op, stream: Stream) -> int:
         layer, mb = _place(op)

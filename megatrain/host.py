@@ -82,6 +82,7 @@ class HostLayer:
     reference: uint8, the weights as they were at first, never updated; or None where nobody asked for them.
     steps: how often each trained parameter was updated (AdamW's bias correction counts per parameter).
     weight_norm: 2-norm of the trained weights after the last update; NaN before anybody computed it.
+    frozen_sum: of the weights that are not trained, for checkpoints; None before anybody computed it.
     """
 
     layout: Layout
@@ -93,6 +94,7 @@ class HostLayer:
     reference: torch.Tensor | None = None
     steps: dict[str, int] = field(default_factory=dict)
     weight_norm: float = math.nan
+    frozen_sum: int | None = None
 
 
 @dataclass(frozen=True)

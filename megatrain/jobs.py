@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from megatrain.anatomy.adapters import add_lora, merged
 from megatrain.anatomy.load import from_config, load_model, load_tokenizer
 from megatrain.anatomy.presets import named_config
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
 from megatrain.data import Batches, load_records, tokenize
-from megatrain.engine import StepResult, StreamingEngine
+from megatrain.engine import StepResult, StreamingEngine, save_model
 from megatrain.folder import RunFolder
 from megatrain.run import LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import SETTINGS_FILE, Settings, dump_settings, settings_of
@@ -36,6 +37,8 @@ def make_engine(settings: Settings) -> StreamingEngine:
         model = from_config(named_config(settings.model.name), dtype=dtype, seed=settings.run.seed)
     else:
         model = load_model(settings.model.name, dtype=dtype)
+    if settings.lora is not None:
+        model = add_lora(model, settings.lora.options, seed=settings.run.seed)
     return StreamingEngine(model, settings.engine, settings.optimizer)
 
 
@@ -93,17 +96,26 @@ def make_run(
 def note_settings(settings: Settings) -> None:
     """Leave in the run's folder what it was asked to do, and with which versions."""
     folder = Path(settings.run.folder)
-    versions = [f"{name}=={metadata.version(name)}" for name in PACKAGES]
+    names = PACKAGES if settings.lora is None else (*PACKAGES, "peft")
+    versions = [f"{name}=={metadata.version(name)}" for name in names]
     about = [f"# Python {sys.version.split()[0]}, {platform.platform()}", *versions]
     (folder / SETTINGS_FILE).write_text(dump_settings(settings))
     (folder / ENVIRONMENT_FILE).write_text("\n".join(about) + "\n")
 
 
-def export(folder: str | Path, out: str | Path, step: int | None = None) -> int:
-    """Write the model of a run's checkpoint, by default the newest, in Hugging Face's format; returns its step."""
+def export(folder: str | Path, out: str | Path, step: int | None = None, *, merge: bool = False) -> int:
+    """Write the model of a run's checkpoint, by default the newest, in Hugging Face's format; returns its step.
+
+    Of a LoRA run it is the adapter in peft's format, or with `merge` the model with the adapter in its weights.
+    """
     settings = settings_of(folder)
+    if merge and settings.lora is None:
+        raise ValueError(f"{folder} trained the whole model: there is no adapter to merge; export it without --merge")
     with make_engine(settings) as engine:
         done = restore(engine, Checkpoints(RunFolder(folder).checkpoints), step).step
-        engine.save_pretrained(out)
+        if not merge:
+            engine.save_pretrained(out)
+    if merge:
+        save_model(merged(engine.model), Path(out))
     make_tokenizer(settings).save_pretrained(out)
     return done

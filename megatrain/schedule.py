@@ -8,6 +8,10 @@ Note: which slot is evicted
     The order in which layers are visited is known, so the slot whose layer is needed last is the one to reuse
     (Belady 1966). When forward turns into backward this keeps the last layers where they are: with a prefetch
     depth d and r resident layers, the last d + 1 + r layers are loaded once per step, all others twice.
+
+Note: what of a trained layer stays
+    Its trained weights are out of date once its gradient is known, its frozen ones (under adapters: nearly all) are
+    not. Its slot counts as theirs from then on, and the layer comes back to it: that load brings the trained ones only.
 """
 
 from __future__ import annotations
@@ -139,6 +143,7 @@ class _Inputs:
 @dataclass
 class _Slot:
     layer: int | None = None  # whose weights are valid here
+    frozen_of: int | None = None  # whose frozen weights still are, once the trained ones are out of date
     loaded: int | None = None  # the load that put them here
     last_use: int | None = None  # the last operation that reads them
 
@@ -158,6 +163,7 @@ class Schedule:
     """Yields the operations of one step after another and remembers what lies where in between.
 
     layers: how many; trained: those with a trained parameter; shell_trained likewise.
+    partly_frozen: those of the trained that have frozen weights besides.
     update_in_backward: AdamW follows each gradient at once, through `slabs` host gradient slabs; otherwise
         every layer keeps a host gradient of its own until `updates`.
     """
@@ -167,6 +173,7 @@ class Schedule:
     shell_trained: bool = True
     update_in_backward: bool = False
     slabs: int = 3
+    partly_frozen: frozenset[int] = frozenset()
     _next_number: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _buffers: dict[int, int | None] = field(default_factory=dict)  # gradient buffer → its last unload
@@ -253,7 +260,7 @@ class Schedule:
         """The next pass reads other weights than those that lie on the device; nothing may be running."""
         self._shell_version = None
         for slot in self._slots.values():
-            slot.layer = None
+            self._outdate(slot)
 
     def _record(self, shape: StepShape, load: int | None) -> Generator[Op, None, list[int]]:
         numbers = []
@@ -328,8 +335,14 @@ class Schedule:
             yield op
             self._inputs.consumed[(layer, mb)] = slot.last_use = op.number
         if buffer is not None:
-            slot.layer = None  # these weights are about to change on the host
+            self._outdate(slot)
             yield from self._unload(layer, buffer, op.number)
+
+    def _outdate(self, slot: _Slot) -> None:
+        """The trained weights in it are about to change on the host."""
+        if slot.layer in self.partly_frozen:
+            slot.frozen_of = slot.layer
+        slot.layer = None
 
     def _unload(self, layer: int, buffer: int, computed: int) -> Iterator[Op]:
         slab, room = self._take_slab() if self.update_in_backward else (None, self._updated.get(layer))
@@ -367,7 +380,7 @@ class Schedule:
         if self._holds(layer):
             return
         window = visits[at : at + ahead + 1]
-        slot_id = self._victim(visits, at, window)
+        slot_id = self._slot_for(layer, visits, at, window)
         slot = self._slots[slot_id]
         op = self._op(
             Kind.LOAD,
@@ -376,7 +389,12 @@ class Schedule:
             waits=_present(slot.last_use, slot.loaded, self._updated.get(layer)),
         )
         yield op
-        slot.layer, slot.loaded, slot.last_use = layer, op.number, None
+        slot.layer, slot.loaded, slot.last_use, slot.frozen_of = layer, op.number, None, None
+
+    def _slot_for(self, layer: int, visits: list[Visit], at: int, window: list[Visit]) -> int:
+        """Where the layer's frozen weights still lie, or else the slot that can best be spared."""
+        kept = [slot_id for slot_id, slot in self._slots.items() if slot.frozen_of == layer]
+        return kept[0] if kept else self._victim(visits, at, window)
 
     def _victim(self, visits: list[Visit], at: int, window: list[Visit]) -> int:
         """The slot whose weights are needed last (see the Note above), never one the window needs.
@@ -394,10 +412,11 @@ class Schedule:
         return max(free, key=preference)
 
     def _next_use(self, slot: _Slot, visits: list[Visit], at: int) -> float:
-        if slot.layer is None:
+        layer = slot.frozen_of if slot.layer is None else slot.layer
+        if layer is None:
             return float("inf")
-        later = (i for i in range(at, len(visits)) if visits[i].layer == slot.layer)
-        return next(later, len(visits) + slot.layer)  # kept frozen weights serve the next step's forward
+        later = (i for i in range(at, len(visits)) if visits[i].layer == layer)
+        return next(later, len(visits) + layer)  # kept frozen weights serve the next step's forward
 
     def _resize(self, knobs: Knobs, visits: list[Visit], at: int, window: list[Visit]) -> Iterator[Op]:
         slots = min(knobs.weight_slots, self.layers)  # more could not be filled

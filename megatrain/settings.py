@@ -113,14 +113,51 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Train low-rank adapters (peft) on a frozen model. r: their rank; alpha: they count alpha ÷ r (÷ √r with rslora).
+
+    target_modules: ends of module names, a regular expression, or "all-linear". target_parameters: of experts that are
+    stacked in one parameter. modules_to_save: trained whole, and saved with the adapter. dora: see peft.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
+    rslora: bool = False
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.r >= 1, "r must be at least 1, the rank of the adapters", self.r)
+        _require(0 <= self.dropout < 1, "dropout must be at least 0 and below 1", self.dropout)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As peft.LoraConfig calls them."""
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules,
+            "target_parameters": self.target_parameters,
+            "modules_to_save": self.modules_to_save,
+            "use_rslora": self.rslora,
+            "use_dora": self.dora,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run."""
+    """A whole run. lora: None trains every parameter."""
 
     model: ModelSettings
     data: DataSettings
     run: RunSettings
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    lora: LoraSettings | None = None
 
 
 def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:

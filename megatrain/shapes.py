@@ -17,7 +17,7 @@ HOST_SLABS = 3  # host gradient slabs where updates follow each gradient: one la
 
 def layouts_of(anatomy: parts.Anatomy, compute: torch.dtype) -> tuple[list[Layout], Layout]:
     """The layout of every layer and of the shell, for a streamed dtype."""
-    dtypes = parts.Dtypes(compute, tuple(parts.kept_in_float32(anatomy.model)))
+    dtypes = parts.Dtypes(compute, tuple(parts.kept_in_float32(anatomy.model)), parts.float32_adapters(anatomy.model))
     decayed = parts.decayed_parameters(anatomy.model)
     layouts = [Layout.of(unit.specs(dtypes, decayed)) for unit in anatomy.units]
     return layouts, Layout.of(anatomy.shell.specs(dtypes, decayed))

@@ -17,10 +17,11 @@ def schedule(
     shell_trained: bool = True,
     update_in_backward: bool = False,
     slabs: int = 3,
+    partly_frozen: Iterable[int] = (),
 ) -> Schedule:
     """A schedule whose layers are all trained, unless told otherwise."""
     which = frozenset(range(layers) if trained is None else trained)
-    return Schedule(layers, which, shell_trained, update_in_backward, slabs)
+    return Schedule(layers, which, shell_trained, update_in_backward, slabs, frozenset(partly_frozen))
 
 
 def depth(prefetch_depth: int, *, resident: int = 0, grad_buffers: int = 2) -> Callable[[Visit], Knobs]:

@@ -76,6 +76,13 @@ def test_a_plan_that_does_not_fit() -> None:
     assert "it does not fit:\n- RAM: " in result.output
 
 
+def test_a_plan_of_adapters_takes_two_bytes_a_parameter() -> None:
+    result = invoke("plan", "llama-8b", "--lora", "16", *BIG)
+    assert result.exit_code == 0, result.output
+    assert "LlamaForCausalLM with adapters: 8.07 B parameters, 41.94 M trained" in result.output
+    assert "16.23" in result.output  # GB of weights
+
+
 def test_plans_llama_on_this_machine_where_nothing_is_said() -> None:
     result = invoke("plan")
     assert result.exit_code in (0, 1)

@@ -24,10 +24,11 @@ def played(
     offload: bool = True,
     in_backward: bool = False,
     resident: int = 0,
+    partly_frozen: Iterable[int] = (),
 ) -> list[Op]:
     """Three steps with their updates."""
     shape = StepShape(micro_batches, offload=offload)
-    planned = schedule(layers, trained, update_in_backward=in_backward)
+    planned = schedule(layers, trained, update_in_backward=in_backward, partly_frozen=partly_frozen)
     return play(planned, shape, depth(ahead, resident=resident), steps=3).ops
 
 
@@ -46,6 +47,16 @@ def test_every_small_schedule_is_safe(layers: int, offload: bool, in_backward: b
             in_backward=in_backward,
             resident=resident,
         )
+        assert check(ops) == len(ops)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+def test_layers_that_are_frozen_but_for_adapters_are_safe(layers: int, in_backward: bool) -> None:
+    which = [range(layers), [0], [layers - 1], range(0, layers, 2)]
+    for ahead, resident, partly, trained in product(range(5), (0, 1, 2, 6), which, [None, [0, layers - 1]]):
+        of_those = set(partly) & set(range(layers) if trained is None else trained)
+        ops = played(layers, ahead, trained=trained, resident=resident, in_backward=in_backward, partly_frozen=of_those)
         assert check(ops) == len(ops)
 
 

@@ -650,3 +650,26 @@ def test_operations_in_words() -> None:
     op = Op(3, Kind.BACKWARD, 2, micro_batch=1, slot=0, buffer=1)
     assert op.words == "backward layer 2, micro-batch 1, weights slot 0, gradient buffer 1"
     assert Op(4, Kind.LOAD).words == "load the shell"
+
+
+# ---- layers that are frozen but for adapters ----
+
+
+def slots_of_loads(layers: int, resident: int, steps: int = 2) -> list[list[tuple[int | None, int | None]]]:
+    """Per step, the layer and the slot of each load."""
+    planned = schedule(layers, shell_trained=False, partly_frozen=range(layers))
+    loads = [play(planned, ONE, depth(1, resident=resident)).of(Kind.LOAD) for _ in range(steps)]
+    return [[(op.layer, op.slot) for op in step if op.layer is not None] for step in loads]
+
+
+def test_with_room_for_all_each_layer_comes_back_to_the_slot_with_its_frozen_weights() -> None:
+    first, second = slots_of_loads(5, resident=5)
+    assert first == second == [(layer, layer) for layer in range(5)]
+
+
+@given(st.integers(1, 9), st.integers(0, 9))
+def test_as_many_layers_as_there_is_room_for_come_back_to_their_slot(layers: int, resident: int) -> None:
+    slots = min(2 + resident, layers)
+    first, second = slots_of_loads(layers, resident)
+    left = {slot: layer for layer, slot in first}  # what each slot held last
+    assert sum(left.get(slot) == layer for layer, slot in second[:slots]) >= slots - 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import AdamWConfig, EngineConfig, Throttle
-from megatrain.settings import DataSettings, SettingsError, dump_settings, load_settings
+from megatrain.settings import DataSettings, LoraSettings, SettingsError, dump_settings, load_settings
 
 LEAST = {
     "model": {"name": "m"},
@@ -120,3 +120,35 @@ def test_no_text_is_more_than_refused(text: str) -> None:
 def test_data_rules() -> None:
     with pytest.raises(ValueError, match="sequence must be at least 2 tokens; got 1"):
         DataSettings(source="x", sequence=1)
+
+
+def test_lora_is_off_unless_said_and_any_of_its_keys_turns_it_on(tmp_path: Path) -> None:
+    path = written(tmp_path, LEAST)
+    assert load_settings(path).lora is None
+    assert load_settings(path, ["lora={}"]).lora == LoraSettings()
+    settings = load_settings(path, ["lora.r=4", "lora.target_modules=[q_proj, v_proj]", "lora.dora=true"])
+    assert settings.lora == LoraSettings(r=4, target_modules=["q_proj", "v_proj"], dora=True)
+    without = dump_settings(load_settings(path))
+    assert load_settings(written(tmp_path, dump_settings(settings))) == settings
+    assert load_settings(written(tmp_path, without)).lora is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("lora.rank=4", r"lora\.rank is no setting"),
+        ("lora.r=0", "lora: r must be at least 1"),
+        ("lora.dropout=1", "lora: dropout must be at least 0 and below 1"),
+        ("lora.target_modules=3", r"lora\.target_modules"),
+    ],
+)
+def test_lora_settings_that_cannot_be_are_refused(tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(written(tmp_path, LEAST), [change])
+
+
+def test_lora_settings_are_peft_s_own_under_its_names() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**LoraSettings(alpha=7, rslora=True, modules_to_save=["lm_head"]).options)
+    assert (config.r, config.lora_alpha, config.use_rslora, config.use_dora) == (16, 7, True, False)
+    assert config.modules_to_save == ["lm_head"]

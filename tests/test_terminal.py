@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.checkpoint import Checkpoints
@@ -103,6 +104,32 @@ def test_a_run_from_a_file_to_its_exported_model(workplace: Path, tmp_path: Path
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), trained.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token_id is not None
+
+
+def test_a_lora_run_leaves_an_adapter_and_exports_it_merged(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    megatrain("train", settings_file(workplace, folder), "lora.r=4", "lora.dropout=0.1", "optimizer.lr=0.05")
+    assert yaml.safe_load((folder / "settings.yaml").read_text())["lora"]["target_modules"] == "all-linear"
+    assert "peft==" in (folder / "environment.txt").read_text()
+    megatrain("export", folder, tmp_path / "adapter")
+    megatrain("export", folder, tmp_path / "merged", "--merge")
+    tokens = torch.arange(3, 11)[None]
+    base, *others = (AutoModelForCausalLM.from_pretrained(workplace / "model") for _ in range(3))
+    adapters = (folder / "model", tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        unadapted = base(tokens).logits
+        adapted = [PeftModel.from_pretrained(*pair)(tokens).logits for pair in zip(others, adapters, strict=True)]
+        assert torch.equal(*adapted)
+        torch.testing.assert_close(merged(tokens).logits, adapted[0])
+        assert not torch.allclose(unadapted, adapted[0], atol=1e-3)
+
+
+def test_a_run_of_the_whole_model_has_no_adapter_to_merge(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    megatrain("train", settings_file(workplace, folder), "run.steps=2")
+    said = megatrain("export", folder, tmp_path / "out", "--merge", expected=2)
+    assert "there is no adapter to merge; export it without --merge" in said
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A Hugging Face model as layers and a shell, without knowing its class."""
 
+from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, without_adapters
 from megatrain.anatomy.arithmetic import Arithmetic, arithmetic
 from megatrain.anatomy.calls import Tape, backward, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check
@@ -20,13 +21,17 @@ __all__ = [
     "Widths",
     "arithmetic",
     "backward",
+    "base_of",
     "call",
     "check",
     "chunks",
     "decayed_parameters",
+    "float32_adapters",
     "forward",
+    "has_adapters",
     "kept_in_float32",
     "send_back_collected",
     "shell_gradients",
     "widths",
+    "without_adapters",
 ]

@@ -17,9 +17,13 @@ EXPERTS = re.compile(r"(^|\.)experts\.")
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """active_parameters: of matrix products that one token meets. windows: per attention layer, None = full."""
+    """active_parameters: of matrix products that one token meets; frozen_parameters: those of them not trained.
+
+    windows: per attention layer, None = full.
+    """
 
     active_parameters: int
+    frozen_parameters: int
     heads: int
     head_dim: int
     windows: tuple[int | None, ...]
@@ -30,6 +34,7 @@ class Arithmetic:
         return model_flops(
             tokens=sum(lengths),
             active_parameters=self.active_parameters,
+            frozen_parameters=self.frozen_parameters,
             heads=self.heads,
             head_dim=self.head_dim,
             attention_area=sum(causal_area(length, window) for length in lengths for window in self.windows),
@@ -42,12 +47,13 @@ def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
     heads, width = count(config, "num_attention_heads"), count(config, "hidden_size")
     head_dim = count(config, "head_dim") or (width // heads if heads else 0)
     share = active_expert_share(config)
-    inside = sum(
-        p.numel() * (share if EXPERTS.search(name) else 1.0)
+    met = [
+        (p.numel() * (share if EXPERTS.search(name) else 1.0), p.requires_grad)
         for name, p in stack.container.named_parameters()
         if p.ndim >= 2
-    )
-    return Arithmetic(int(inside) + _head_parameters(model), heads, head_dim, _windows(config, len(stack.container)))
+    ] + _head_parameters(model)
+    active, frozen = sum(count for count, _ in met), sum(count for count, trained in met if not trained)
+    return Arithmetic(int(active), int(frozen), heads, head_dim, _windows(config, len(stack.container)))
 
 
 def active_expert_share(config: Any) -> float:
@@ -67,9 +73,10 @@ def count(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _head_parameters(model: nn.Module) -> int:
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return 0 if head is None or getattr(head, "weight", None) is None else int(head.weight.numel())
+def _head_parameters(model: nn.Module) -> list[tuple[float, bool]]:
+    """How many the head has, if there is one, and whether they are trained."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
+    return [] if weight is None else [(weight.numel(), weight.requires_grad)]
 
 
 def _windows(config: Any, layers: int) -> tuple[int | None, ...]:

@@ -172,10 +172,12 @@ def _leaves(
     leaves: dict[int, torch.Tensor] = {}  # tied names keep sharing one leaf
     for name, tensor in tensors.items():
         if id(tensor) not in leaves:
-            leaves[id(tensor)] = tensor.detach()
-            if name in trained:
-                leaf: Any = leaves[id(tensor)].requires_grad_()
-                leaf.register_post_accumulate_grad_hook(report(name))
+            if name not in trained:
+                leaves[id(tensor)] = tensor.data  # with a version of its own: peft's expert adapters set_ one of them
+                continue
+            leaf: Any = tensor.detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(report(name))
+            leaves[id(tensor)] = leaf
     return {name: leaves[id(tensor)] for name, tensor in tensors.items()}
 
 

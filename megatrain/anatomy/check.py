@@ -23,7 +23,7 @@ from megatrain.anatomy.stub import form_of
 from megatrain.batch import IGNORED, shifted
 
 PROBE_ROWS, PROBE_TOKENS, PROBE_CHUNK = 2, 16, 11
-EVERY_GRADIENT_BELOW = 200_000_000  # parameters; in larger models only the shell's gradients are compared
+EVERY_GRADIENT_BELOW = 200_000_000  # trained parameters; in larger models only the shell's gradients are compared
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 NOISE = 1e-3  # of the global norm: below it, tolerance is absolute, since rounding elsewhere is all there is
 
@@ -67,7 +67,7 @@ def _probe(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def _only_what_is_compared(anatomy: Anatomy) -> Iterator[frozenset[str]]:
     """Within, only parameters whose gradient is compared need one: all of a small model, the shell of a large."""
     named = list(anatomy.model.named_parameters())
-    everything = sum(p.numel() for _, p in named) < EVERY_GRADIENT_BELOW
+    everything = sum(p.numel() for _, p in named if p.requires_grad) < EVERY_GRADIENT_BELOW
     shell = {id(p) for p in anatomy.shell.parameters.values()}
     before = {name: (p.requires_grad, p.grad) for name, p in named}
     names = frozenset(name for name, p in named if p.requires_grad and (everything or id(p) in shell))

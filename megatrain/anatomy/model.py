@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatrain.anatomy.adapters import base_of
 from megatrain.anatomy.calls import Tape, active_collector
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import (
@@ -75,8 +76,9 @@ class Anatomy:
         self.forms: list[Any] = []  # of what each layer returns; learned by the check
         self.token_elements = 0  # of one token's hidden state between layers; learned by the check
         self.loss_from_logits = False  # the model's forward cannot be told to sum its loss over chunks
-        self.classifies = type(model).__name__.endswith(_CLASSIFIER)  # its head gives values for a whole sequence
-        self._parameters = inspect.signature(model.forward).parameters
+        base = base_of(model)  # a PeftModel hands everything on to it
+        self.classifies = type(base).__name__.endswith(_CLASSIFIER)  # its head gives values for a whole sequence
+        self._parameters = inspect.signature(base.forward).parameters
         self._any_keyword = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
     @property

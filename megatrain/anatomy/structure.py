@@ -119,13 +119,16 @@ def kept_in_float32(model: nn.Module) -> list[re.Pattern[str]]:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Which dtype a parameter is streamed in."""
+    """Which dtype a parameter is streamed in. Adapters that peft made in float32 stay so."""
 
     compute: torch.dtype
     float32_names: tuple[re.Pattern[str], ...]
+    float32_adapters: frozenset[str] = frozenset()
 
     def of(self, name: str) -> torch.dtype:
-        return torch.float32 if any(pattern.search(name) for pattern in self.float32_names) else self.compute
+        if name in self.float32_adapters or any(pattern.search(name) for pattern in self.float32_names):
+            return torch.float32
+        return self.compute
 
 
 @dataclass(frozen=True)

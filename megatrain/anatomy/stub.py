@@ -43,6 +43,10 @@ class StubbedModel:
         self._on_call: OnCall | None = None
         self._stubs = [LayerStub(i, layer, self._current) for i, layer in enumerate(self.layers)]
 
+    @property
+    def is_hollow(self) -> bool:
+        return isinstance(self._container[0], LayerStub)
+
     def hollow_out(self) -> None:
         for index, stub in enumerate(self._stubs):
             self._container[index] = stub

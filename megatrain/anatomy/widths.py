@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.anatomy.adapters import float32_adapters
 from megatrain.anatomy.arithmetic import EXPERTS, active_expert_share, count
 from megatrain.anatomy.structure import Unit
 
@@ -36,15 +37,24 @@ def widths(model: nn.Module, units: Sequence[Unit]) -> Widths:
     """Measure a model; its parameters may be on the meta device."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     share = active_expert_share(config)
+    wide = float32_adapters(model)  # of a base that computes in bfloat16, these keep inputs of their own
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind}
     return Widths(
-        products=max(int(sum(_product(name, p, share) for name, p in unit.parameters.items())) for unit in units),
+        products=max(_products(unit, share, wide) for unit in units),
         norms=max(sum(p.numel() for name, p in unit.parameters.items() if _is_norm(name, p)) for unit in units),
         vocabulary=_vocabulary(model),
         heads=count(config, "num_attention_heads"),
         fused=getattr(config, "_attn_implementation", None) != "eager",
         mask_kinds=max(1, len(kinds)),
     )
+
+
+def _products(unit: Unit, share: float, wide: frozenset[str]) -> int:
+    """A float32 element counts as two."""
+    elements = (
+        _product(name, p, share) * (2 if unit.prefix + name in wide else 1) for name, p in unit.parameters.items()
+    )
+    return int(sum(elements))
 
 
 def _product(name: str, parameter: torch.Tensor, share: float) -> float:

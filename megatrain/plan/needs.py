@@ -46,7 +46,7 @@ class Subject:
         anatomy = parts.Anatomy(model)
         layouts, shell = layouts_of(anatomy, getattr(torch, config.dtype))
         return cls(
-            name=type(model).__name__,
+            name=type(parts.base_of(model)).__name__ + (" with adapters" if parts.has_adapters(model) else ""),
             layouts=layouts,
             shell=shell,
             widths=parts.widths(model, anatomy.units),
