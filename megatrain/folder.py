@@ -47,6 +47,8 @@ class RunFolder:
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
+        self.tensorboard = self.path / "tensorboard"  # likewise
+        self.wandb = self.path / "wandb"  # likewise
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
         self._is_own = False  # created by this object
 
@@ -120,8 +122,8 @@ class RunFolder:
     def _put_away(self, *, resume: bool) -> None:
         """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""
         records = self.records()
-        if self.checkpoints.exists() and not resume:
-            records.insert(0, self.checkpoints)
+        if not resume:
+            records[:0] = [path for path in (self.checkpoints, self.tensorboard, self.wandb) if path.exists()]
         if not records:
             return
         place = self._free_place()
@@ -196,6 +198,28 @@ class RunFolder:
             return from_plain(kind, values)
         except ValueError as error:
             raise ValueError(f"{path} does not say what a run's does: {error}") from None
+
+
+def owned_folder(path: Path) -> None:
+    """Make a folder that is for its user only, or make one so that is there."""
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    path.chmod(FOLDER_MODE)
+
+
+def owner_only(folder: Path) -> None:
+    """Take from everyone else what other libraries wrote here, and remove links that lead out of it."""
+    for place, folders, files in os.walk(folder):
+        os.chmod(place, FOLDER_MODE)
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if leads_out(path, folder):
+                path.unlink()
+            elif path.is_file():
+                path.chmod(FILE_MODE)
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether it is a link to something that is not in `folder`."""
+    return path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())
 
 
 def _json(path: Path) -> dict[str, Any]:

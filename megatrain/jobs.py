@@ -22,6 +22,7 @@ from megatrain.engine import StepResult, StreamingEngine
 from megatrain.folder import RunFolder
 from megatrain.run import LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import SETTINGS_FILE, Settings, dump_settings, settings_of
+from megatrain.sinks import require_sinks
 
 ENVIRONMENT_FILE = "environment.txt"
 PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
@@ -76,6 +77,7 @@ def make_run(
 ) -> TrainingRun:
     """A run, ready to start; its folder says what it was asked to do."""
     run = settings.run
+    require_sinks(run.sinks)  # before a large model is loaded
     return TrainingRun(
         partial(make_engine, settings) if process else make_engine(settings),
         partial(make_batches, settings) if process else make_batches(settings),
@@ -87,6 +89,7 @@ def make_run(
         checkpoint_every=run.checkpoint_every,
         keep=Keep(run.keep_last, run.keep_every),
         resume=resume,
+        sinks=run.sinks,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.config import AdamWConfig, EngineConfig, SinkName
 from megatrain.plain import to_plain
 
 SETTINGS_FILE = "settings.yaml"  # in a run's folder: what it was asked to do, every default written out
@@ -93,6 +93,7 @@ class RunSettings:
     """folder: of the run. steps: optimizer steps. warmup: of them; schedule: what follows, down to `floor` × lr.
 
     checkpoint_every: steps between complete states; keep_last, keep_every: which of them stay.
+    sinks: where the curves go besides: tensorboard, wandb.
     """
 
     folder: str
@@ -105,6 +106,7 @@ class RunSettings:
     keep_every: int | None = None
     seed: int = 0
     save: bool = True
+    sinks: list[SinkName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps must be at least 1", self.steps)

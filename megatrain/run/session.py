@@ -13,10 +13,12 @@ from megatrain.config import Throttle
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.folder import RunFolder
 from megatrain.journal import Journal
+from megatrain.plain import to_plain
 from megatrain.remote import ControlServer
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.run.loop import Batch, Job, OnStep, epochs, train
 from megatrain.run.saving import Saver
+from megatrain.sinks import Sinks
 from megatrain.trace import Marker, MemorySampler, write_chrome_trace
 
 TRACED_STEPS = 20  # at the end of the run; Perfetto gives up on much more
@@ -46,8 +48,9 @@ class Session:
         self._on_step = on_step
         self._state = RunState.NEW
         self._saver: Saver | None = None
-        if folder is None and (job.save or job.saving.every or job.saving.resume):
-            raise ValueError("a model or checkpoints are left in the run's folder; give run_dir, too")
+        self._sinks: Sinks | None = None
+        if folder is None and (job.save or job.saving.every or job.saving.resume or job.sinks):
+            raise ValueError("a model, checkpoints and sinks are left in the run's folder; give run_dir, too")
 
     @property
     def state(self) -> RunState:
@@ -111,8 +114,15 @@ class Session:
             server = ControlServer(self._folder.path, self.engine.control, self.status)
             beside.callback(server.close)
             beside.callback(Journal(self.engine.recorder, self._folder.path).close)
+            self._sinks = self._open_sinks(self._folder)
+            beside.callback(self._sinks.close)
         sampler.start()
         beside.callback(sampler.stop)
+
+    def _open_sinks(self, folder: RunFolder) -> Sinks:
+        settings = {"engine": to_plain(self.engine.config), "optimizer": to_plain(self.engine.optimizer)}
+        about = {"model": self.info.model, "steps": self._job.steps, **settings}
+        return Sinks(self._job.sinks, folder, self.engine.recorder, steps_done=self.steps_done, about=about)
 
     def _train(self) -> None:
         batches, done = epochs(self._batches), self.steps_done
@@ -142,6 +152,8 @@ class Session:
             self._saver.after_step(done, wanted=bool(wishes))
             for wish in wishes:
                 wish.fulfil(None)
+        if self._sinks is not None:
+            self._sinks.after_step(done)
         self._on_step(done, result)
 
     def _enter(self, state: RunState) -> None:
