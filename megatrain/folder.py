@@ -46,6 +46,9 @@ class RunFolder:
         self.markers = self.path / "markers.jsonl"  # Marker
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
+        self.settings = self.path / "settings.yaml"  # what it was asked to do, every default written out
+        self.environment = self.path / "environment.txt"  # with which versions
+        self.data = self.path / "data.json"  # what became of the records that it was given
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
         self.tensorboard = self.path / "tensorboard"  # likewise
         self.wandb = self.path / "wandb"  # likewise
@@ -66,7 +69,7 @@ class RunFolder:
 
     def records(self) -> list[Path]:
         """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
-        named = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.model, self.trace]
+        named = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.model, self.trace, self.data]
         paths = [*named, *map(self.segment, self.segments()), self.run]
         return [path for path in paths if path.exists()]
 
@@ -82,6 +85,7 @@ class RunFolder:
         only, unless it held other things before it held a run. Raises ValueError if a run is alive in it.
         """
         self._require_no_run_alive()
+        self._require_no_link_out()
         is_ours = not self.path.exists() or self.run.exists() or not any(self.path.iterdir())
         self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if is_ours:
@@ -104,6 +108,15 @@ class RunFolder:
             self._require_no_run_alive()
         self._write(self.status_file, to_plain(status))
 
+    def write_data(self, about: dict[str, Any]) -> None:
+        """Leave what the run is trained on, and what became of the records it was given."""
+        self._write(self.data, about)
+
+    def data_told(self) -> str:
+        """What became of the records that the run was given, in words; empty where it does not say."""
+        counts = _json(self.data).get("counts", {}) if self.data.exists() else {}
+        return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+
     def open_log(self) -> FileIO:
         """The file for what a run prints, to write at its end."""
         return FileIO(self.log, "ab", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
@@ -118,6 +131,21 @@ class RunFolder:
             f"a run is alive in {self.path} (process {self.info().process_id}, {state.value}): attach to it, stop it, "
             "or give the new run another folder"
         )
+
+    def _require_no_link_out(self) -> None:
+        """Also a link that leads to nothing yet: what is written there would appear outside."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if path.name in self._names() and leads_out(path, self.path):
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)}, and a run writes only into its own folder: remove the "
+                    "link, or give the run a folder on the disk that is meant"
+                )
+
+    def _names(self) -> set[str]:
+        """Of everything that a run writes."""
+        return {path.name for path in vars(self).values() if isinstance(path, Path) and path != self.path} | {
+            self.segment(number).name for number in self.segments()
+        }
 
     def _put_away(self, *, resume: bool) -> None:
         """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""

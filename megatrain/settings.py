@@ -19,9 +19,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain.config import AdamWConfig, EngineConfig, SinkName
+from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
 
-SETTINGS_FILE = "settings.yaml"  # in a run's folder: what it was asked to do, every default written out
 PARTS_OF_UNIONS = (
     "list[",
     "literal[",
@@ -56,12 +56,14 @@ def _require(condition: bool, rule: str, value: object) -> None:
 class ModelSettings:
     """name: a folder or a model of the hub, with its tokenizer. tokenizer: another one.
 
-    from_scratch: random weights in the same form, seeded by `run.seed`.
+    from_scratch: random weights in the same form, seeded by `run.seed`. trust_remote_code: whether Python code that
+    comes with the model may run, with all rights of the user.
     """
 
     name: str
     tokenizer: str | None = None
     from_scratch: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +142,9 @@ def dump_settings(settings: Settings) -> str:
 
 def settings_of(folder: str | Path) -> Settings:
     """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`."""
-    path = Path(folder) / SETTINGS_FILE
+    path = RunFolder(folder).settings
     if not path.exists():
-        raise SettingsError(f"{folder} has no {SETTINGS_FILE}: only runs begun by `megatrain train` can be found again")
+        raise SettingsError(f"{folder} has no {path.name}: only runs begun by `megatrain train` can be found again")
     return load_settings(path)
 
 

@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
 from megatrain.config import Throttle
 from megatrain.engine import StepResult, StreamingEngine
-from megatrain.folder import RunFolder
+from megatrain.folder import FILE_MODE, RunFolder, owner_only
 from megatrain.journal import Journal
 from megatrain.plain import to_plain
 from megatrain.remote import ControlServer
@@ -22,6 +23,13 @@ from megatrain.sinks import Sinks
 from megatrain.trace import Marker, MemorySampler, write_chrome_trace
 
 TRACED_STEPS = 20  # at the end of the run; Perfetto gives up on much more
+
+
+@runtime_checkable
+class Described(Protocol):
+    """Batches that say what they are made of, such as `megatrain.data.Batches`."""
+
+    def about(self) -> dict[str, Any]: ...
 
 
 class Session:
@@ -86,6 +94,8 @@ class Session:
             self._saver = Saver(self.engine, self._batches, self._folder, self._job.saving)
             self.engine.control.saves = True
             self._folder.create(self.info, resume=self._job.saving.resume)
+            if isinstance(self._batches, Described):
+                self._folder.write_data(self._batches.about())
             for record in self._saver.past(self.info.began_unix_s):
                 self.engine.recorder.add(record)
         self._enter(RunState.RUNNING)
@@ -141,9 +151,10 @@ class Session:
     def _leave_files(self, folder: RunFolder) -> None:
         recorder = self.engine.recorder
         last = recorder.steps()[-TRACED_STEPS:]
-        write_chrome_trace(folder.trace, recorder, start_s=last[0].start_s if last else 0.0)
+        write_chrome_trace(folder.trace, recorder, start_s=last[0].start_s if last else 0.0, mode=FILE_MODE)
         if self._job.save or self.engine.control.save_wanted:
             self.engine.save_pretrained(folder.model)
+            owner_only(folder.model)
 
     def _after_step(self, done: int, result: StepResult) -> None:
         self.results.append(result)

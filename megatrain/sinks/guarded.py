@@ -12,7 +12,7 @@ from megatrain.sinks.sink import Sink
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 10_000  # points that a slow sink may lag behind
-CLOSE_S = 30.0  # how long the end of a run waits for it
+CLOSE_S = 90.0  # how long the end of a run waits for it
 
 Point = tuple[int, dict[str, float]]
 

@@ -15,6 +15,7 @@ from megatrain.trace import write_atomically
 
 logger = logging.getLogger(__name__)
 
+INIT_S, FINISH_S = 30.0, 50.0  # without an answer of the server; its library alone would hold up the program's end
 ID_FILE = "run-id"  # by which a resumed run is known for the same
 
 
@@ -40,7 +41,15 @@ class WandbSink:
             name=os.environ.get("WANDB_NAME", folder.path.name),
             config=dict(about),
             mode=None if _may_send(wandb) else "offline",
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, symlink=False),
+            settings=wandb.Settings(
+                init_timeout=INIT_S,
+                finish_timeout=FINISH_S,
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                symlink=False,
+            ),
         )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
