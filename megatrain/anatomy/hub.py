@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
@@ -33,7 +32,7 @@ def _require_reachable(name: str) -> None:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=ANSWER_S)
     except (HfHubHTTPError, HFValidationError):
         return  # there is an answer, or no such name can be: transformers tells that better
-    except (OSError, httpx.HTTPError) as error:
+    except Exception as error:  # of whichever library the installed version asks with
         raise ValueError(f"the hub cannot be reached ({error}); what was downloaded before needs no network") from error
 
 
@@ -42,6 +41,11 @@ def _told(name: str | Path, error: str) -> str:
         return (
             f"{name} brings code of its own, which would run on this machine with all your rights. Read it; if you "
             "trust it, set model.trust_remote_code: true (in Python trust_remote_code=True)"
+        )
+    if "safetensors" in error and Path(name).is_dir() and list(Path(name).glob("*.bin")):
+        return (
+            f"{name} has its weights as pickle (.bin), which could run code when it is read; store them as safetensors: "
+            "save_pretrained of the loaded model writes that"
         )
     if is_offline_mode() and not Path(name).is_dir():
         return (

@@ -28,8 +28,8 @@ def load_model(name: str | Path, *, dtype: torch.dtype, trust_remote_code: bool 
     """
     with loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_expanded(config)}
-        return AutoModelForCausalLM.from_pretrained(name, **options).train()
+        options = {"dtype": dtype, "use_safetensors": True, **_expanded(config)}  # the other format is pickle
+        return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **options).train()
 
 
 def _expanded(config: Any) -> dict[str, Any]:
