@@ -150,10 +150,10 @@ def settings_of(folder: str | Path) -> Settings:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(), _Loader)
+        values = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{path} must hold keys such as model:, data: and run:; it holds {type(values).__name__}")
@@ -170,9 +170,21 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(values, dict):
             raise SettingsError(f"{change!r}: {name} is a value, and has no keys of its own")
     try:
-        values[last] = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        values[last] = _parsed(text)
+    except ValueError:
         raise SettingsError(f"{change!r}: the value is no YAML; quote it") from None
+
+
+def _parsed(text: str) -> Any:
+    """YAML as what JSON can say of it; ValueError for what is none, and for what nobody could print."""
+    try:
+        value = yaml.load(text, _Loader)
+        json.dumps(value, default=str, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    except Exception as error:  # PyYAML lets nearly everything through that its conversions raise
+        raise ValueError(str(error) or type(error).__name__) from None
+    return value
 
 
 def _settings(values: Mapping[str, Any], where: str) -> Settings:

@@ -44,7 +44,7 @@ def _told(name: str | Path, error: str) -> str:
         )
     if "safetensors" in error and Path(name).is_dir() and list(Path(name).glob("*.bin")):
         return (
-            f"{name} has its weights as pickle (.bin), which could run code when it is read; store them as safetensors: "
+            f"{name} has its weights as pickle (.bin), which could run code when read; store them as safetensors: "
             "save_pretrained of the loaded model writes that"
         )
     if is_offline_mode() and not Path(name).is_dir():
