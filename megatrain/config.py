@@ -13,6 +13,7 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
+SinkName = Literal["tensorboard", "wandb"]
 
 
 def _require(condition: bool, rule: str, value: object) -> None:

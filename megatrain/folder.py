@@ -47,7 +47,12 @@ class RunFolder:
         self.evaluations = self.path / "evaluations.jsonl"  # EvaluationRecord
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
+        self.settings = self.path / "settings.yaml"  # what it was asked to do, every default written out
+        self.environment = self.path / "environment.txt"  # with which versions
+        self.data = self.path / "data.json"  # what became of the records that it was given
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
+        self.tensorboard = self.path / "tensorboard"  # likewise
+        self.wandb = self.path / "wandb"  # likewise
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
         self._is_own = False  # created by this object
 
@@ -65,7 +70,7 @@ class RunFolder:
 
     def records(self) -> list[Path]:
         """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
-        said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations]
+        said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations, self.data]
         paths = [*said, self.model, self.trace, *map(self.segment, self.segments()), self.run]
         return [path for path in paths if path.exists()]
 
@@ -81,6 +86,7 @@ class RunFolder:
         only, unless it held other things before it held a run. Raises ValueError if a run is alive in it.
         """
         self._require_no_run_alive()
+        self._require_no_link_out()
         is_ours = not self.path.exists() or self.run.exists() or not any(self.path.iterdir())
         self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if is_ours:
@@ -103,6 +109,15 @@ class RunFolder:
             self._require_no_run_alive()
         self._write(self.status_file, to_plain(status))
 
+    def write_data(self, about: dict[str, Any]) -> None:
+        """Leave what the run is trained on, and what became of the records it was given."""
+        self._write(self.data, about)
+
+    def data_told(self) -> str:
+        """What became of the records that the run was given, in words; empty where it does not say."""
+        counts = _json(self.data).get("counts", {}) if self.data.exists() else {}
+        return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+
     def open_log(self) -> FileIO:
         """The file for what a run prints, to write at its end."""
         return FileIO(self.log, "ab", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
@@ -118,11 +133,26 @@ class RunFolder:
             "or give the new run another folder"
         )
 
+    def _require_no_link_out(self) -> None:
+        """Also a link that leads to nothing yet: what is written there would appear outside."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if path.name in self._names() and leads_out(path, self.path):
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)}, and a run writes only into its own folder: remove the "
+                    "link, or give the run a folder on the disk that is meant"
+                )
+
+    def _names(self) -> set[str]:
+        """Of everything that a run writes."""
+        return {path.name for path in vars(self).values() if isinstance(path, Path) and path != self.path} | {
+            self.segment(number).name for number in self.segments()
+        }
+
     def _put_away(self, *, resume: bool) -> None:
         """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""
         records = self.records()
-        if self.checkpoints.exists() and not resume:
-            records.insert(0, self.checkpoints)
+        if not resume:
+            records[:0] = [path for path in (self.checkpoints, self.tensorboard, self.wandb) if path.exists()]
         if not records:
             return
         place = self._free_place()
@@ -197,6 +227,28 @@ class RunFolder:
             return from_plain(kind, values)
         except ValueError as error:
             raise ValueError(f"{path} does not say what a run's does: {error}") from None
+
+
+def owned_folder(path: Path) -> None:
+    """Make a folder that is for its user only, or make one so that is there."""
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    path.chmod(FOLDER_MODE)
+
+
+def owner_only(folder: Path) -> None:
+    """Take from everyone else what other libraries wrote here, and remove links that lead out of it."""
+    for place, folders, files in os.walk(folder):
+        os.chmod(place, FOLDER_MODE)
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if leads_out(path, folder):
+                path.unlink()
+            elif path.is_file():
+                path.chmod(FILE_MODE)
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether it is a link to something that is not in `folder`."""
+    return path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())
 
 
 def _json(path: Path) -> dict[str, Any]:

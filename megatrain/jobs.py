@@ -20,11 +20,12 @@ from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
 from megatrain.data import Batches, load_records, tokenize
 from megatrain.engine import StepResult, StreamingEngine, save_model
-from megatrain.folder import RunFolder
+from megatrain.folder import FILE_MODE, RunFolder
 from megatrain.run import LearningRate, TrainingRun, cosine_schedule
-from megatrain.settings import SETTINGS_FILE, Settings, dump_settings, settings_of
+from megatrain.settings import Settings, dump_settings, settings_of
+from megatrain.sinks import require_sinks
+from megatrain.trace import write_atomically
 
-ENVIRONMENT_FILE = "environment.txt"
 PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 
 
@@ -36,7 +37,7 @@ def make_engine(settings: Settings) -> StreamingEngine:
     if settings.model.from_scratch:
         model = from_config(named_config(settings.model.name), dtype=dtype, seed=settings.run.seed)
     else:
-        model = load_model(settings.model.name, dtype=dtype)
+        model = load_model(settings.model.name, dtype=dtype, trust_remote_code=settings.model.trust_remote_code)
     if settings.lora is not None:
         model = add_lora(model, settings.lora.options, seed=settings.run.seed)
     return StreamingEngine(model, settings.engine, settings.optimizer)
@@ -60,7 +61,8 @@ def make_batches(settings: Settings) -> Batches:
 
 
 def make_tokenizer(settings: Settings) -> Any:
-    return load_tokenizer(settings.model.tokenizer or settings.model.name)
+    model = settings.model
+    return load_tokenizer(model.tokenizer or model.name, trust_remote_code=model.trust_remote_code)
 
 
 def make_schedule(settings: Settings) -> LearningRate:
@@ -79,6 +81,7 @@ def make_run(
 ) -> TrainingRun:
     """A run, ready to start; its folder says what it was asked to do."""
     run = settings.run
+    require_sinks(run.sinks)  # before a large model is loaded
     return TrainingRun(
         partial(make_engine, settings) if process else make_engine(settings),
         partial(make_batches, settings) if process else make_batches(settings),
@@ -90,17 +93,18 @@ def make_run(
         checkpoint_every=run.checkpoint_every,
         keep=Keep(run.keep_last, run.keep_every),
         resume=resume,
+        sinks=run.sinks,
     )
 
 
 def note_settings(settings: Settings) -> None:
     """Leave in the run's folder what it was asked to do, and with which versions."""
-    folder = Path(settings.run.folder)
+    folder = RunFolder(settings.run.folder)
     names = PACKAGES if settings.lora is None else (*PACKAGES, "peft")
     versions = [f"{name}=={metadata.version(name)}" for name in names]
     about = [f"# Python {sys.version.split()[0]}, {platform.platform()}", *versions]
-    (folder / SETTINGS_FILE).write_text(dump_settings(settings))
-    (folder / ENVIRONMENT_FILE).write_text("\n".join(about) + "\n")
+    write_atomically(folder.settings, dump_settings(settings).encode(), FILE_MODE)
+    write_atomically(folder.environment, ("\n".join(about) + "\n").encode(), FILE_MODE)
 
 
 def export(folder: str | Path, out: str | Path, step: int | None = None, *, merge: bool = False) -> int:

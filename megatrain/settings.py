@@ -18,10 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.config import AdamWConfig, EngineConfig, SinkName
+from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
 
-SETTINGS_FILE = "settings.yaml"  # in a run's folder: what it was asked to do, every default written out
 PARTS_OF_UNIONS = (
     "list[",
     "literal[",
@@ -56,12 +56,14 @@ def _require(condition: bool, rule: str, value: object) -> None:
 class ModelSettings:
     """name: a folder or a model of the hub, with its tokenizer. tokenizer: another one.
 
-    from_scratch: random weights in the same form, seeded by `run.seed`.
+    from_scratch: random weights in the same form, seeded by `run.seed`. trust_remote_code: whether Python code that
+    comes with the model may run, with all rights of the user.
     """
 
     name: str
     tokenizer: str | None = None
     from_scratch: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class RunSettings:
     """folder: of the run. steps: optimizer steps. warmup: of them; schedule: what follows, down to `floor` × lr.
 
     checkpoint_every: steps between complete states; keep_last, keep_every: which of them stay.
+    sinks: where the curves go besides: tensorboard, wandb.
     """
 
     folder: str
@@ -105,6 +108,7 @@ class RunSettings:
     keep_every: int | None = None
     seed: int = 0
     save: bool = True
+    sinks: list[SinkName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps must be at least 1", self.steps)
@@ -175,18 +179,18 @@ def dump_settings(settings: Settings) -> str:
 
 def settings_of(folder: str | Path) -> Settings:
     """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`."""
-    path = Path(folder) / SETTINGS_FILE
+    path = RunFolder(folder).settings
     if not path.exists():
-        raise SettingsError(f"{folder} has no {SETTINGS_FILE}: only runs begun by `megatrain train` can be found again")
+        raise SettingsError(f"{folder} has no {path.name}: only runs begun by `megatrain train` can be found again")
     return load_settings(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(), _Loader)
+        values = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{path} must hold keys such as model:, data: and run:; it holds {type(values).__name__}")
@@ -203,9 +207,21 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(values, dict):
             raise SettingsError(f"{change!r}: {name} is a value, and has no keys of its own")
     try:
-        values[last] = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        values[last] = _parsed(text)
+    except ValueError:
         raise SettingsError(f"{change!r}: the value is no YAML; quote it") from None
+
+
+def _parsed(text: str) -> Any:
+    """YAML as what JSON can say of it; ValueError for what is none, and for what nobody could print."""
+    try:
+        value = yaml.load(text, _Loader)
+        json.dumps(value, default=str, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    except Exception as error:  # PyYAML lets nearly everything through that its conversions raise
+        raise ValueError(str(error) or type(error).__name__) from None
+    return value
 
 
 def _settings(values: Mapping[str, Any], where: str) -> Settings:

@@ -13,6 +13,7 @@ from types import FrameType
 from tqdm import tqdm
 
 from megatrain.engine import StepResult
+from megatrain.folder import RunFolder
 from megatrain.jobs import make_run, note_settings
 from megatrain.report import RunState
 from megatrain.run import TrainingRun
@@ -56,6 +57,7 @@ def train(settings: Settings, *, resume: bool = False) -> int:
     try:
         run.start()
         note_settings(settings)
+        progress.say(f"data: {RunFolder(settings.run.folder).data_told()}")
         progress.begin(run.status().steps_done)
         with _stopped_by_ctrl_c(run, progress):
             _wait(run)

@@ -10,6 +10,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
+from megatrain.anatomy.hub import loading
+
 
 def from_config(config: Any, *, dtype: torch.dtype, seed: int = 0) -> Any:
     """A randomly initialised model in training mode; the same for the same seed."""
@@ -18,22 +20,28 @@ def from_config(config: Any, *, dtype: torch.dtype, seed: int = 0) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def load_model(name: str | Path, *, dtype: torch.dtype) -> Any:
-    """A pretrained model in training mode, from a folder or the hub; no code from it is ever run.
+def load_model(name: str | Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """A pretrained model in training mode, from a folder or the hub; ValueError, in one line, where that fails.
 
-    Weights that are stored as MXFP4 (gpt-oss) are expanded to `dtype`: quantized ones cannot be trained exactly.
+    trust_remote_code: whether code that the model brings may be run. Weights that are stored as MXFP4 (gpt-oss) are
+    expanded to `dtype`: quantized ones cannot be trained exactly.
     """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        options = {"dtype": dtype, "use_safetensors": True, **_expanded(config)}  # the other format is pickle
+        return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **options).train()
+
+
+def _expanded(config: Any) -> dict[str, Any]:
     stored: Any = getattr(config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    expand = {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **expand)
-    return model.train()
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer that belongs to a model."""
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that belongs to a model; as for `load_model`."""
+    with loading(name):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def local_weights(name: str) -> Path | None:

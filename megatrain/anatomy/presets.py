@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig, GptOssConfig, LlamaConfig
 
+from megatrain.anatomy.hub import loading
+
 
 def gpt_oss_120b() -> GptOssConfig:
     """openai/gpt-oss-120b: 116.8 B parameters, of which a token meets 5.1 B."""
@@ -79,12 +81,12 @@ def named_config(name: str) -> Any:
     if name in PRESETS:
         return PRESETS[name]()
     try:
-        return as_trained(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        with loading(name):
+            return as_trained(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    except ValueError as error:
         raise ValueError(
             f"no configuration found for {name!r}, which should be one of {', '.join(PRESETS)}, a folder with a "
-            f"config.json, or a model of the hub: {reason}"
+            f"config.json, or a model of the hub: {error}"
         ) from error
 
 

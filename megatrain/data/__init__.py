@@ -1,6 +1,7 @@
 """Text or chats → packed token batches.
 
 records     files, hub data sets or rows → `Records`
+files       rows that lie in text files, read when they are asked for
 formats     what a record is: raw text, alpaca, messages or sharegpt
 chat        a chat → its text and the spans of it that are trained
 turns       the assistant's turns, where a template does not mark them

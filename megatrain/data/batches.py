@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -77,13 +78,19 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; raise ValueError if the batches would not be the same ones."""
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name, value) != value:  # `content` is not in older states
                 raise ValueError(
-                    f"cannot continue exactly: {name} was {state[name]!r} and is {value!r}; "
-                    "load the same data with the same settings"
+                    f"cannot continue exactly: {name} was {state[name]!r} and is {value!r}"
+                    f"{self.dataset.origin and ' in ' + self.dataset.origin}; load the same data with the same "
+                    "settings, or begin a new run in another folder from the exported model"
                 )
         self._start_epoch(state["epoch"])
         self._position = state["position"]
+
+    def about(self) -> dict[str, Any]:
+        """What is trained on, as plain values, for the run's folder."""
+        data = self.dataset
+        return {"origin": data.origin, "counts": asdict(data.counts), "content": data.content, "batches": len(self)}
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -93,6 +100,7 @@ class Batches:
             "drop_last": self.drop_last,
             "sequences": len(self.dataset),
             "tokens": len(self.dataset.token_ids),
+            "content": self.dataset.content,
         }
 
     def _start_epoch(self, epoch: int) -> None:

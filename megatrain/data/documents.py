@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, fields
+from functools import cached_property
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
@@ -45,6 +47,7 @@ class TokenizedDataset:
 
     token_ids: (N,) int32. trained: (N,) bool, False for the first token of every document.
     document_starts: (D + 1,) int64; document d is token_ids[document_starts[d] : document_starts[d + 1]].
+    origin: where it was read from, for people.
     """
 
     token_ids: TokenIds
@@ -55,6 +58,15 @@ class TokenizedDataset:
     packed: bool
     pad_token_id: int
     counts: Counts
+    origin: str = ""
+
+    @cached_property
+    def content(self) -> str:
+        """A checksum (BLAKE2b) of every token, of what is trained, and of where documents begin."""
+        digest = blake2b(digest_size=16)
+        for values in (self.token_ids, self.trained, self.document_starts):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -100,7 +112,7 @@ class DocumentStore:
         self.counts.tokens += len(token_ids)
         self.counts.trained_tokens += int(trained.sum())
 
-    def dataset(self, seq_len: int, pack: bool, pad_token_id: int) -> TokenizedDataset:
+    def dataset(self, seq_len: int, pack: bool, pad_token_id: int, origin: str = "") -> TokenizedDataset:
         """Return what was kept; raise ValueError if that is nothing."""
         if not self.counts.documents:
             raise ValueError(f"nothing is left to train on: {self.counts}")
@@ -115,4 +127,5 @@ class DocumentStore:
             packed=pack,
             pad_token_id=pad_token_id,
             counts=self.counts,
+            origin=origin,
         )

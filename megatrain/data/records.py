@@ -1,18 +1,28 @@
-"""Files, hub data sets or rows → `Records`: rows of one known format, read by the `datasets` library."""
+"""Files, hub data sets or rows → `Records`: rows of one known format."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import datasets
+from huggingface_hub import is_offline_mode
 
+from megatrain.data.files import (
+    BOM,
+    UnreadableError,
+    json_lines,
+    opened,
+    parse_json,
+    parse_object,
+    parse_text,
+    rows_of,
+    whole_files,
+)
 from megatrain.data.formats import Format, Row, check_format, detect_format
 
 OnBadRecord = Literal["error", "skip"]
@@ -32,13 +42,14 @@ BUILDERS = {
 class Records:
     """Rows of one format, in a fixed order.
 
-    rows: a `datasets.Dataset` (memory-mapped) or a list of mappings.
-    skipped: broken lines passed over while reading.
+    rows: a `datasets.Dataset` (memory-mapped), `FileRows` (read when asked for) or a list of mappings.
+    skipped: broken lines and files passed over while reading. origin: where they came from, for people.
     """
 
     rows: Sequence[Row]
     format: Format
     skipped: int = 0
+    origin: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -67,16 +78,18 @@ def load_records(
     split: as `datasets` spells it, slices such as "train[:10%]" included. Files are all "train".
     config: the configuration of a hub data set that has several.
     format: needed only where the columns fit more than one.
-    on_bad_record: a JSON line that is not an object is refused by file and line, or skipped and counted.
-    cache_dir: where `datasets` keeps its Arrow copy; None = its own choice.
+    on_bad_record: a JSON line that is not an object, and a file that is not UTF-8, is refused by name, or skipped and
+        counted.
+    cache_dir: where `datasets` keeps its Arrow copy of Parquet and hub data; None = its own choice.
     """
     check_on_bad_record(on_bad_record)
     files = _local_files(source)
     if files is None:
-        rows, skipped = _read(str(source), name=config, split=split, cache_dir=cache_dir), 0
+        rows = _read(str(source), name=config, split=split, cache_dir=cache_dir)
+        columns, skipped = rows.column_names, 0
     else:
-        rows, skipped = _read_files(files, split, on_bad_record, cache_dir)
-    return _with_format(rows, rows.column_names, format, skipped)
+        rows, columns, skipped = _read_files(files, split, on_bad_record, cache_dir)
+    return _with_format(rows, columns, format, skipped, _words(source))
 
 
 def check_on_bad_record(value: str) -> None:
@@ -85,12 +98,16 @@ def check_on_bad_record(value: str) -> None:
         raise ValueError(f'on_bad_record must be "error" or "skip"; got {value!r}')
 
 
-def _with_format(rows: Any, columns: list[str], format: Format | None, skipped: int = 0) -> Records:
+def _words(source: Source) -> str:
+    return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+
+
+def _with_format(rows: Any, columns: list[str], format: Format | None, skipped: int = 0, origin: str = "") -> Records:
     if format is None:
         format = detect_format(columns)
     else:
         check_format(columns, format)
-    return Records(rows, format, skipped)
+    return Records(rows, format, skipped, origin)
 
 
 def _local_files(source: Source) -> list[Path] | None:
@@ -124,19 +141,77 @@ def _builder(files: Sequence[Path]) -> str:
 
 def _read_files(
     files: Sequence[Path], split: str, on_bad_record: OnBadRecord, cache_dir: Path | None
-) -> tuple[Any, int]:
-    """Return the rows of local files and how many lines were skipped."""
+) -> tuple[Any, list[str], int]:
+    """Return the rows of local files, their columns, and how many lines or files were skipped."""
     builder = _builder(files)
-    options = {"sample_by": "document"} if builder == "text" else {}
-    bad_lines = {file: _bad_lines(file, on_bad_record) for file in files} if builder == "json" else {}
-    skipped = sum(map(len, bad_lines.values()))
-    if not skipped:
-        rows = _read(builder, data_files=list(map(str, files)), split=split, cache_dir=cache_dir, **options)
-        return rows, 0
-    with TemporaryDirectory() as folder:
-        good = [_without_lines(file, lines, Path(folder)) for file, lines in bad_lines.items()]
-        rows = _read(builder, data_files=good, split=split, cache_dir=folder, keep_in_memory=True)
-    return rows, skipped
+    if builder == "parquet":
+        rows = _read(builder, data_files=list(map(str, files)), split=split, cache_dir=cache_dir)
+        return rows, rows.column_names, 0
+    bad = _Bad(on_bad_record)
+    found, columns = _json_rows(files, bad) if builder == "json" else _text_rows(files, bad)
+    if not found:
+        raise ValueError(f"there is no record in {', '.join(map(str, files))}; {bad.count:,} were skipped as broken")
+    return _part(found, split), sorted(columns), bad.count
+
+
+class _Bad:
+    """What is wrong with lines and files: the first is refused, or all are counted."""
+
+    def __init__(self, on_bad_record: OnBadRecord) -> None:
+        self.count = 0
+        self._skip = on_bad_record == "skip"
+
+    def __call__(self, problem: str) -> None:
+        if not self._skip:
+            raise ValueError(f'{problem}; on_bad_record="skip" passes over such records')
+        self.count += 1
+
+
+def _json_rows(files: Sequence[Path], bad: _Bad) -> tuple[Sequence[Row], set[str]]:
+    """Objects, one a line; where a file is an array, it and with it all others are held in memory."""
+    columns: set[str] = set()
+    find = json_lines(bad, columns)
+    if not any(map(_is_array, files)):
+        return rows_of(files, find, parse_object), columns
+    rows: list[Row] = []
+    for file in files:
+        rows += _array_rows(file, bad) if _is_array(file) else rows_of([file], find, parse_object)
+    return rows, columns.union(*rows)
+
+
+def _text_rows(files: Sequence[Path], bad: _Bad) -> tuple[Sequence[Row], set[str]]:
+    return rows_of(files, whole_files(bad), parse_text), {"text"}
+
+
+def _is_array(file: Path) -> bool:
+    with opened(file) as lines:
+        return lines.readline().removeprefix(BOM).lstrip().startswith(b"[")
+
+
+def _array_rows(file: Path, bad: _Bad) -> list[Row]:
+    with opened(file) as whole:
+        data = whole.read()
+    try:
+        items = parse_json(data.removeprefix(BOM))
+    except UnreadableError as error:
+        raise ValueError(f"{file}: not a JSON array: {error}") from None
+    if not isinstance(items, list):
+        raise ValueError(f"{file}: a JSON array was expected")
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            bad(f"{file}, item {number} of the array: not a JSON object")
+    return [item for item in items if isinstance(item, dict)]
+
+
+def _part(rows: Sequence[Row], split: str) -> Sequence[Row]:
+    """The slice that `split` means, as `datasets` spells it."""
+    try:
+        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f'split must be "train" or a slice of it, such as "train[:10%]"; got {split!r}: {error}'
+        ) from None
+    return rows[part.from_ : part.to]
 
 
 def _read(path: str, **arguments: Any) -> Any:
@@ -147,7 +222,12 @@ def _read(path: str, **arguments: Any) -> Any:
         with _quiet_unless_terminal():
             return datasets.load_dataset(path, cache_dir=None if cache_dir is None else str(cache_dir), **arguments)
     except Exception as error:
-        raise ValueError(f"could not read {files or path!r}: {error.__cause__ or error}") from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"could not read {files or path!r}: {_offline(files)}{reason}") from error
+
+
+def _offline(files: object) -> str:
+    return "HF_HUB_OFFLINE forbids asking the hub: " if files is None and is_offline_mode() else ""
 
 
 @contextmanager
@@ -161,56 +241,3 @@ def _quiet_unless_terminal() -> Iterator[None]:
     finally:
         if quiet:
             datasets.enable_progress_bars()
-
-
-def _bad_lines(file: Path, on_bad_record: OnBadRecord) -> set[int]:
-    """Return the numbers, from 1, of the lines that are not JSON objects; raise for the first one if told to.
-
-    `datasets` names neither the file nor the line, so the lines are looked at before it reads them.
-    """
-    with file.open("rb") as lines:
-        if _is_array(lines.readline()):
-            _check_array(file)
-            return set()
-        lines.seek(0)
-        bad = set()
-        for number, line in enumerate(lines, start=1):
-            problem = _problem(line)
-            if problem and on_bad_record == "error":
-                raise ValueError(f'{file}, line {number}: {problem}; on_bad_record="skip" passes over such lines')
-            if problem:
-                bad.add(number)
-        return bad
-
-
-def _is_array(first_line: bytes) -> bool:
-    return first_line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _check_array(file: Path) -> None:
-    try:
-        rows = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: not a JSON array: {error}") from error
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, item {index + 1} of the array: not a JSON object")
-
-
-def _problem(line: bytes) -> str | None:
-    """Say what is wrong with a line, or None. Blank lines are no records and no problem."""
-    if not line.strip():
-        return None
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return f"not JSON ({error})"
-    return None if isinstance(row, dict) else "not a JSON object"
-
-
-def _without_lines(file: Path, bad: set[int], folder: Path) -> str:
-    """Copy `file` into `folder` without its bad lines."""
-    copy = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
-    with file.open("rb") as lines, copy.open("wb") as good:
-        good.writelines(line for number, line in enumerate(lines, start=1) if number not in bad)
-    return str(copy)

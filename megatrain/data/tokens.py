@@ -47,7 +47,7 @@ def tokenize(
     kept = DocumentStore(Counts(skipped=records.skipped))
     for document in _documents(records, tokenizer, chat_template, on_bad_record, kept.counts):
         kept.add(document, seq_len, too_long)
-    return kept.dataset(seq_len, pack, _pad_token_id(tokenizer))
+    return kept.dataset(seq_len, pack, _pad_token_id(tokenizer), records.origin)
 
 
 def _check_options(seq_len: int, too_long: str | None, on_bad_record: str) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.config import SinkName
 from megatrain.control import StoppedError
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.run.saving import Saving
 from megatrain.run.schedules import LearningRate
+from megatrain.sinks import require_sinks
 
 Batch = dict[str, torch.Tensor]
 OnStep = Callable[[int, StepResult], None]
@@ -29,6 +31,7 @@ class Job:
     lr_schedule: LearningRate | None = None
     save: bool = False
     saving: Saving = field(default_factory=Saving)
+    sinks: Sequence[SinkName] = ()
     h2d_bytes_per_s: float | None = None  # of the machine, measured; for whoever compares
     d2h_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
@@ -36,6 +39,7 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps must be a whole number ≥ 1 of optimizer steps; got {self.steps!r}")
+        require_sinks(self.sinks)
 
 
 def train(

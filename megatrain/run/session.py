@@ -6,20 +6,30 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
 from megatrain.config import Throttle
 from megatrain.engine import StepResult, StreamingEngine
-from megatrain.folder import RunFolder
+from megatrain.folder import FILE_MODE, RunFolder, owner_only
 from megatrain.journal import Journal
+from megatrain.plain import to_plain
 from megatrain.remote import ControlServer
 from megatrain.report import RunInfo, RunState, Status
 from megatrain.run.loop import Batch, Job, OnStep, epochs, train
 from megatrain.run.saving import Saver
+from megatrain.sinks import Sinks
 from megatrain.trace import Marker, MemorySampler, write_chrome_trace
 
 TRACED_STEPS = 20  # at the end of the run; Perfetto gives up on much more
+
+
+@runtime_checkable
+class Described(Protocol):
+    """Batches that say what they are made of, such as `megatrain.data.Batches`."""
+
+    def about(self) -> dict[str, Any]: ...
 
 
 class Session:
@@ -46,8 +56,9 @@ class Session:
         self._on_step = on_step
         self._state = RunState.NEW
         self._saver: Saver | None = None
-        if folder is None and (job.save or job.saving.every or job.saving.resume):
-            raise ValueError("a model or checkpoints are left in the run's folder; give run_dir, too")
+        self._sinks: Sinks | None = None
+        if folder is None and (job.save or job.saving.every or job.saving.resume or job.sinks):
+            raise ValueError("a model, checkpoints and sinks are left in the run's folder; give run_dir, too")
 
     @property
     def state(self) -> RunState:
@@ -83,6 +94,8 @@ class Session:
             self._saver = Saver(self.engine, self._batches, self._folder, self._job.saving)
             self.engine.control.saves = True
             self._folder.create(self.info, resume=self._job.saving.resume)
+            if isinstance(self._batches, Described):
+                self._folder.write_data(self._batches.about())
             for record in self._saver.past(self.info.began_unix_s):
                 self.engine.recorder.add(record)
         self._enter(RunState.RUNNING)
@@ -111,8 +124,15 @@ class Session:
             server = ControlServer(self._folder.path, self.engine.control, self.status)
             beside.callback(server.close)
             beside.callback(Journal(self.engine.recorder, self._folder.path).close)
+            self._sinks = self._open_sinks(self._folder)
+            beside.callback(self._sinks.close)
         sampler.start()
         beside.callback(sampler.stop)
+
+    def _open_sinks(self, folder: RunFolder) -> Sinks:
+        settings = {"engine": to_plain(self.engine.config), "optimizer": to_plain(self.engine.optimizer)}
+        about = {"model": self.info.model, "steps": self._job.steps, **settings}
+        return Sinks(self._job.sinks, folder, self.engine.recorder, steps_done=self.steps_done, about=about)
 
     def _train(self) -> None:
         batches, done = epochs(self._batches), self.steps_done
@@ -131,9 +151,10 @@ class Session:
     def _leave_files(self, folder: RunFolder) -> None:
         recorder = self.engine.recorder
         last = recorder.steps()[-TRACED_STEPS:]
-        write_chrome_trace(folder.trace, recorder, start_s=last[0].start_s if last else 0.0)
+        write_chrome_trace(folder.trace, recorder, start_s=last[0].start_s if last else 0.0, mode=FILE_MODE)
         if self._job.save or self.engine.control.save_wanted:
             self.engine.save_pretrained(folder.model)
+            owner_only(folder.model)
 
     def _after_step(self, done: int, result: StepResult) -> None:
         self.results.append(result)
@@ -142,6 +163,8 @@ class Session:
             self._saver.after_step(done, wanted=bool(wishes))
             for wish in wishes:
                 wish.fulfil(None)
+        if self._sinks is not None:
+            self._sinks.after_step(done)
         self._on_step(done, result)
 
     def _enter(self, state: RunState) -> None:

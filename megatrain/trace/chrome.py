@@ -29,17 +29,20 @@ THREADS: dict[Lane, int] = {lane: number for number, lane in enumerate(get_args(
 TICKS_PER_US = 8
 
 
-def write_chrome_trace(path: str | Path, source: Recorder | Records, start_s: float = -inf, end_s: float = inf) -> None:
+def write_chrome_trace(
+    path: str | Path, source: Recorder | Records, start_s: float = -inf, end_s: float = inf, *, mode: int = 0o644
+) -> None:
     """Write the records that touch a time window as a Chrome trace; gzipped where the path ends in ".gz".
 
     One track per lane, arrows that follow a layer from load to update, counters for memory and slots, knob changes
     as instants. Perfetto gives up on very large JSON: for a long run give a window of a few steps.
+    mode: permissions of the file.
     """
     records = source.snapshot() if isinstance(source, Recorder) else source
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(records, start_s, end_s))
     text = f'{{"displayTimeUnit":"ms","otherData":{{"producer":"megatrain"}},"traceEvents":[\n{lines}\n]}}\n'
     data = text.encode()
-    write_atomically(path, gzip.compress(data) if str(path).endswith(".gz") else data)
+    write_atomically(path, gzip.compress(data) if str(path).endswith(".gz") else data, mode)
 
 
 def _events(records: Records, start_s: float, end_s: float) -> Iterator[Event]:
