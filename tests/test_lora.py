@@ -428,6 +428,46 @@ def test_the_reference_of_adapters_is_their_base(family: str, options: dict[str,
             assert found != pytest.approx(nll(pair.plain, batch), rel=1e-4)
 
 
+def test_the_reference_of_layers_that_are_partly_frozen_is_where_they_began() -> None:
+    """Without peft: the frozen weights on the device serve both, the trained ones are loaded from where each lie."""
+    model = build("llama", layers=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("v_proj" in name)
+    first = copy.deepcopy(model)
+    pair = Pair.of(model, AdamWConfig(lr=0.05), resident_layers=3, keep_reference=True)
+    with pair.engine as engine:
+        for batch in batches_for(pair.plain):
+            pair.require_equal_bits([batch])
+            with engine.reference():
+                assert engine.evaluate(batch).loss == pytest.approx(nll(first, batch), rel=1e-6)
+            assert engine.evaluate(batch).loss == pytest.approx(nll(pair.plain, batch), rel=1e-6)
+        whole = max(host.layout.nbytes for _, host in engine.parts()[1:])
+        later = [span.nbytes for span in engine.recorder.spans() if span.op == "load" and span.layer is not None][3:]
+        assert later
+        assert max(later) < whole / 10
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama", {"target_modules": "all-linear"}), ("mixtral", EXPERTS)])
+def test_it_generates_with_its_adapters_and_without(family: str, options: dict[str, Any]) -> None:
+    pair = Pair.of(adapted(family, **options), AdamWConfig(lr=0.05))
+    batch = make_batch(pair.plain, padding=False)
+    inputs = {name: batch[name][:, :6] for name in ("input_ids", "attention_mask")}
+    base = copy.deepcopy(pair.plain).unload()
+
+    def generated(model: Any) -> Tensor:
+        found: Tensor = model.eval().generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        return found
+
+    with pair.engine as engine:
+        for each in batches_for(pair.plain):
+            pair.require_close([each])
+        with engine.inference() as streamed:
+            assert torch.equal(generated(streamed), generated(pair.plain))
+        with engine.reference(), engine.inference() as streamed:
+            assert torch.equal(generated(streamed), generated(base))
+        assert not torch.equal(generated(base), generated(pair.plain))
+
+
 def nll(model: Any, batch: dict[str, Tensor]) -> float:
     """Mean negative log-likelihood, without a router's balancing loss."""
     targets = shifted(batch["labels"])
