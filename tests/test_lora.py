@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megatrain import AdamWConfig, StreamingEngine
-from megatrain.anatomy import Anatomy, UnsupportedModelError, check, chunks, forward, without_adapters
+from megatrain.anatomy import Anatomy, UnsupportedModelError, without_adapters
 from megatrain.anatomy.adapters import add_lora, base_of, float32_adapters, merged
 from megatrain.anatomy.meta import meta_model
 from megatrain.batch import shifted
@@ -403,18 +403,6 @@ def test_a_run_trains_adapters_and_leaves_them(tmp_path: Path) -> None:
 # ---- without its adapters ----
 
 
-def in_parts(anatomy: Anatomy, batch: dict[str, Tensor]) -> float:
-    """The loss as the engine computes it: shell recorded, layers replayed one by one, head in chunks."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    targets, tape = shifted(batch["labels"]), anatomy.record(inputs)
-    hidden = tape.hidden.detach()
-    for index, layer in enumerate(anatomy.layers):
-        unit = anatomy.units[index]
-        hidden = forward(layer, unit.with_aliases({**unit.parameters, **unit.buffers}), tape, index, hidden)
-    whole = chunks(*targets.shape, targets.numel())[0]
-    return float(anatomy.loss(tape, hidden, whole, targets, int((targets != -100).sum())).detach())
-
-
 @pytest.mark.filterwarnings(PADDING_SAID)
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -425,26 +413,82 @@ def in_parts(anatomy: Anatomy, batch: dict[str, Tensor]) -> float:
         ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     ],
 )
-def test_without_adapters_layers_and_shell_compute_as_the_base(family: str, options: dict[str, Any]) -> None:
-    model = adapted(family, **options)
+def test_the_reference_of_adapters_is_their_base(family: str, options: dict[str, Any]) -> None:
+    """Training goes on as if nobody had asked for it."""
+    pair = Pair.of(adapted(family, layers=3, **options), AdamWConfig(lr=0.05), resident_layers=3)
+    batch = make_batch(pair.plain)
+    base = copy.deepcopy(pair.plain).unload()
+    with pair.engine as engine:
+        for _ in range(2):
+            pair.require_close([batch])
+            with engine.reference():
+                found = engine.evaluate(batch).loss
+            assert found == pytest.approx(nll(base, batch), rel=1e-6)
+            assert engine.evaluate(batch).loss == pytest.approx(nll(pair.plain, batch), rel=1e-6)
+            assert found != pytest.approx(nll(pair.plain, batch), rel=1e-4)
+
+
+def test_the_reference_of_layers_that_are_partly_frozen_is_where_they_began() -> None:
+    """Without peft: the frozen weights on the device serve both, the trained ones are loaded from where each lie."""
+    model = build("llama", layers=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("v_proj" in name)
+    first = copy.deepcopy(model)
+    pair = Pair.of(model, AdamWConfig(lr=0.05), resident_layers=3, keep_reference=True)
+    with pair.engine as engine:
+        for batch in batches_for(pair.plain):
+            pair.require_equal_bits([batch])
+            with engine.reference():
+                assert engine.evaluate(batch).loss == pytest.approx(nll(first, batch), rel=1e-6)
+            assert engine.evaluate(batch).loss == pytest.approx(nll(pair.plain, batch), rel=1e-6)
+        whole = max(host.layout.nbytes for _, host in engine.parts()[1:])
+        later = [span.nbytes for span in engine.recorder.spans() if span.op == "load" and span.layer is not None][3:]
+        assert later
+        assert max(later) < whole / 10
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama", {"target_modules": "all-linear"}), ("mixtral", EXPERTS)])
+def test_it_generates_with_its_adapters_and_without(family: str, options: dict[str, Any]) -> None:
+    pair = Pair.of(adapted(family, **options), AdamWConfig(lr=0.05))
+    batch = make_batch(pair.plain, padding=False)
+    inputs = {name: batch[name][:, :6] for name in ("input_ids", "attention_mask")}
+    base = copy.deepcopy(pair.plain).unload()
+
+    def generated(model: Any) -> Tensor:
+        found: Tensor = model.eval().generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        return found
+
+    with pair.engine as engine:
+        for each in batches_for(pair.plain):
+            pair.require_close([each])
+        with engine.inference() as streamed:
+            assert torch.equal(generated(streamed), generated(pair.plain))
+        with engine.reference(), engine.inference() as streamed:
+            assert torch.equal(generated(streamed), generated(base))
+        assert not torch.equal(generated(base), generated(pair.plain))
+
+
+def nll(model: Any, batch: dict[str, Tensor]) -> float:
+    """Mean negative log-likelihood, without a router's balancing loss."""
+    targets = shifted(batch["labels"])
+    found = nn.functional.cross_entropy(logits(model, batch).flatten(0, 1), targets.flatten())
+    model.train()
+    return float(found)
+
+
+def test_an_adapter_that_the_user_froze_stays_frozen() -> None:
+    model = adapted("llama", target_modules=["q_proj", "v_proj"])
     for name in trained_names(model):
-        model.get_parameter(name).data.mul_(10)
-    batch = make_batch(model)
-    with torch.no_grad():
-        with model.disable_adapter():
-            expected = float(model(**batch).loss)
-        adapted_loss = float(model(**batch).loss)
-    anatomy = Anatomy(model)
-    check(anatomy)
-    before = trained_names(model)
-    frozen = next(iter(before))
-    model.get_parameter(frozen).requires_grad_(False)  # peft would train it again
-    with anatomy.hollow():
-        with without_adapters(anatomy):
-            assert in_parts(anatomy, batch) == pytest.approx(expected, rel=1e-6)
-        assert in_parts(anatomy, batch) == pytest.approx(adapted_loss, rel=1e-6)
-    assert expected != pytest.approx(adapted_loss, rel=1e-4)
-    assert trained_names(model) == before - {frozen}
+        model.get_parameter(name).requires_grad_("v_proj" in name)  # peft would train them again
+    trained = trained_names(model)
+    with StreamingEngine(model, engine_config(), ADAMW) as engine:
+        before = engine.state_dict()
+        engine.step(make_batch(model))
+        with engine.reference():
+            engine.evaluate(make_batch(model))
+        engine.step(make_batch(model))
+        assert set(differing(engine.state_dict(), before)) == trained
+    assert trained_names(model) == trained
 
 
 def test_a_model_without_adapters_has_none_to_switch_off() -> None:
