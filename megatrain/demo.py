@@ -20,7 +20,7 @@ from dashboard.page import write_page
 from megatrain.anatomy.load import answer, from_config, load_model, load_tokenizer, local_weights
 from megatrain.anatomy.presets import gpt_oss_120b
 from megatrain.config import AdamWConfig, EngineConfig, Throttle
-from megatrain.data import Batches, docstring_records, tokenize, train_tokenizer
+from megatrain.data import Batches, TokenBatch, docstring_records, tokenize, train_tokenizer
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.machine import Machine, detect, measure
 from megatrain.plan import Plan, plan
@@ -151,7 +151,7 @@ def with_visible_link(choice: Choice, load: float = 0.3) -> Choice:
     return replace(choice, engine=replace(choice.engine, throttle=Throttle(link_bytes_per_s=rate)), reason=reason)
 
 
-def training_data(choice: Choice) -> tuple[Any, Batches]:
+def training_data(choice: Choice) -> tuple[Any, Batches[TokenBatch]]:
     """A tokenizer and batches of signature-and-docstring pairs from Python's own standard library."""
     records = docstring_records()
     if choice.folder is not None:
@@ -170,7 +170,7 @@ def make_engine(choice: Choice) -> StreamingEngine:
 
 def training_run(
     choice: Choice,
-    batches: Batches,
+    batches: Batches[TokenBatch],
     *,
     steps: int,
     run_dir: Path,

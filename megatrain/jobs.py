@@ -43,7 +43,7 @@ def make_engine(settings: Settings) -> StreamingEngine:
     return StreamingEngine(model, settings.engine, settings.optimizer)
 
 
-def make_batches(settings: Settings) -> Batches:
+def make_batches(settings: Settings) -> Batches[Any]:
     """Read, tokenize and shuffle the data."""
     data = settings.data
     records = load_records(
@@ -54,6 +54,7 @@ def make_batches(settings: Settings) -> Batches:
         make_tokenizer(settings),
         data.sequence,
         too_long=data.too_long,
+        loss_on=data.loss_on,
         pack=data.pack,
         on_bad_record=data.on_bad_record,
     )

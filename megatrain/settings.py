@@ -70,16 +70,17 @@ class ModelSettings:
 class DataSettings:
     """source: files, a folder, or a data set of the hub (see README, "Data"). sequence: tokens, at most.
 
-    Chats train every assistant turn, and nothing else; raw text trains all of it. too_long, on_bad_record: what
-    becomes of records that are. pack: several documents per sequence, kept apart.
+    loss_on: the tokens that are trained; None = every assistant turn of a chat, what follows a prompt, all of a raw
+    text. too_long, on_bad_record: what becomes of records that are. pack: several documents per sequence, kept apart.
     """
 
     source: str | list[str]
     split: str = "train"
     config: str | None = None
-    format: Literal["text", "alpaca", "messages", "sharegpt"] | None = None
+    format: Literal["text", "alpaca", "messages", "sharegpt", "completion", "preference", "prompt"] | None = None
     sequence: int = 2048
     batch: int = 8
+    loss_on: Literal["assistant", "completion", "all"] | None = None
     pack: bool = True
     too_long: Literal["split", "reject"] | None = None
     on_bad_record: Literal["error", "skip"] = "error"

@@ -148,8 +148,8 @@ def test_on_bad_record_is_checked(tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_lists_what_was_found_and_what_is_accepted() -> None:
-    with pytest.raises(ValueError, match=r"the columns are \['prompt'\]; accepted are text: text; alpaca: instr"):
-        detect_format(["prompt"])
+    with pytest.raises(ValueError, match=r"the columns are \['question'\]; accepted are text: text; alpaca: instr"):
+        detect_format(["question"])
 
 
 def test_an_ambiguous_format_is_refused_until_chosen() -> None:

@@ -1,34 +1,55 @@
-"""Sequences → shuffled batches of tensors, resumable at any batch."""
+"""A data set → shuffled batches, resumable at any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from megatrain.batch import IGNORED
-from megatrain.data.documents import TokenizedDataset
+from megatrain.data.collate import Indices
+from megatrain.data.documents import Counts
 
-Batch = dict[str, torch.Tensor]
+B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
 
 
-class Batches:
+class Dataset(Protocol[B_co]):
+    """What can be batched: `TokenizedDataset`, `Pairs` and `Prompts`."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds; another number is other data."""
+
+    @property
+    def origin(self) -> str:
+        """Where it was read from, for people."""
+
+    @property
+    def content(self) -> str:
+        """A checksum of all that training sees of it."""
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the records that it was made from."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, items: Indices) -> B_co:
+        """Return some of its items as one batch."""
+
+
+class Batches(Generic[B]):
     """An iterator over batches; each `for` loop over it is one epoch, or what is left of one.
 
-    A batch has int64 CPU tensors of shape (B, T): input_ids and labels, and position_ids where the data is packed
-    (restarting at 0 with every document; T = seq_len) or attention_mask where it is not (T = the longest document
-    of the batch). transformers keeps packed documents apart only if the model is called with use_cache=False and no
-    attention_mask. Every epoch has its own order, which depends on `seed` and the epoch's number only. The last
-    batch of an epoch may be smaller; `drop_last` leaves it out.
+    What a batch is, `dataset.batch` says. Every epoch has its own order, which depends on `seed` and the epoch's number
+    only. The last batch of an epoch may be smaller; `drop_last` leaves it out.
     """
 
     def __init__(
         self,
-        dataset: TokenizedDataset,
+        dataset: Dataset[B],
         batch_size: int,
         *,
         seed: int = 0,
@@ -55,16 +76,16 @@ class Batches:
         whole, rest = divmod(len(self.dataset), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> Batches[B]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         if self._position == len(self):
             self._start_epoch(self._epoch + 1)
             raise StopIteration
         start = self._position * self.batch_size
         self._position += 1
-        return collate(self.dataset, self._order[start : start + self.batch_size])
+        return self.dataset.batch(self._order[start : start + self.batch_size])
 
     @property
     def epoch(self) -> int:
@@ -99,7 +120,7 @@ class Batches:
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "sequences": len(self.dataset),
-            "tokens": len(self.dataset.token_ids),
+            "tokens": self.dataset.tokens,
             "content": self.dataset.content,
         }
 
@@ -111,29 +132,3 @@ class Batches:
         if not self.shuffle:
             return np.arange(len(self.dataset))
         return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
-
-
-def collate(dataset: TokenizedDataset, sequences: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-    """Return the named sequences as a batch of int64 tensors (B, T)."""
-    documents = [[dataset.document(d) for d in dataset.sequences[sequence]] for sequence in sequences]
-    longest = max(sum(len(ids) for ids, _ in row) for row in documents)
-    shape = (len(documents), dataset.seq_len if dataset.packed else longest)
-    input_ids = np.full(shape, dataset.pad_token_id, dtype=np.int64)
-    labels = np.full(shape, IGNORED, dtype=np.int64)
-    position_ids = np.zeros(shape, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.int64)
-    for row, parts in enumerate(documents):
-        start = 0
-        for ids, trained in parts:
-            here = np.s_[row, start : start + len(ids)]
-            input_ids[here] = ids
-            labels[here] = np.where(trained, ids, IGNORED)
-            position_ids[here] = np.arange(len(ids))
-            start += len(ids)
-        attention_mask[row, :start] = 1
-        # Padding is a document of its own, so that attention keeps it apart.
-        position_ids[row, start:] = np.arange(shape[1] - start)
-    where = {"position_ids": position_ids} if dataset.packed else {"attention_mask": attention_mask}
-    return {
-        name: torch.from_numpy(values) for name, values in ({"input_ids": input_ids, "labels": labels} | where).items()
-    }

@@ -56,19 +56,20 @@ class ChatRenderer:
             self._finder = None
             self._unmarked_end = self._checked_unmarked_end()
         else:
-            self._finder = TurnFinder(self._text, self._added_tokens)
+            self._finder = TurnFinder(self.text, self._added_tokens)
 
     def __call__(self, messages: list[Message]) -> RenderedChat:
         """Return the text and trained spans of a chat; raise RecordError where the template refuses it."""
         if self._finder:
-            text = self._text(messages)
+            text = self.text(messages)
             return RenderedChat(text, tuple(self._finder.spans(text, messages)))
         text, marked = self._render(messages, marked=True)
         closing = self._unmarked_end
         spans = ((start, end + len(closing) * text.startswith(closing, end)) for start, end in marked)
         return RenderedChat(text, tuple(spans))
 
-    def _text(self, messages: list[Message], prompt: bool = False) -> str:
+    def text(self, messages: list[Message], prompt: bool = False) -> str:
+        """Return messages as the template writes them, with the start of an answer after them if `prompt`."""
         return self._render(messages, prompt=prompt)[0]
 
     def _render(self, messages: list[Message], *, prompt: bool = False, marked: bool = False) -> tuple[str, list[Span]]:

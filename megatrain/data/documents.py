@@ -11,12 +11,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.packing import SequencePlan, first_fit, one_per_sequence
+from megatrain.data.collate import Batch, Document, Indices, Mask, TokenIds, packed_rows, padded_rows
+from megatrain.data.packing import SequencePlan, first_fit, one_per_sequence, two_per_sequence
 
 TooLong = Literal["split", "reject"]
-TokenIds = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
-Document = tuple[TokenIds, Mask]
 
 
 @dataclass
@@ -24,8 +22,9 @@ class Counts:
     """What became of the records.
 
     records: read and usable. skipped: broken, passed over. rejected: longer than a sequence. split: cut into pieces.
-    untrained: documents or pieces dropped because no token of theirs would be predicted.
-    documents, tokens, trained_tokens: what is left. The first token of a document is never predicted.
+    untrained: documents, pieces or pairs dropped because no token of theirs would be predicted.
+    documents, tokens, trained_tokens: what is left; a pair is two documents, a prompt is one that trains nothing. The
+    first token of a document is never predicted.
     """
 
     records: int = 0
@@ -71,6 +70,23 @@ class TokenizedDataset:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are in all."""
+        return len(self.token_ids)
+
+    def batch(self, items: Indices) -> Batch:
+        """Return the named sequences as int64 CPU tensors (B, T): input_ids, labels, and where the documents are.
+
+        That is position_ids for packed data (T = seq_len), which restart at 0 with every document, or else an
+        attention_mask (T = the longest of them). transformers keeps packed documents apart only if the model is called
+        with use_cache=False and no attention_mask.
+        """
+        rows = [[self.document(d) for d in self.sequences[sequence]] for sequence in items]
+        if self.packed:
+            return packed_rows(rows, self.seq_len, self.pad_token_id)
+        return padded_rows([document for row in rows for document in row], self.pad_token_id)
+
     def document(self, index: int) -> Document:
         """Return the tokens of a document and which of them are trained."""
         tokens = slice(self.document_starts[index], self.document_starts[index + 1])
@@ -99,6 +115,17 @@ class DocumentStore:
             piece = slice(start, start + seq_len)
             self._add_piece(token_ids[piece], trained[piece])
 
+    def add_pair(self, chosen: Document, rejected: Document, seq_len: int) -> None:
+        """Keep both documents, or count why neither."""
+        self.counts.records += 1
+        if max(len(chosen[0]), len(rejected[0])) > seq_len:
+            self.counts.rejected += 1
+        elif not (chosen[1][1:].any() and rejected[1][1:].any()):
+            self.counts.untrained += 1
+        else:
+            self._add_piece(*chosen)
+            self._add_piece(*rejected)
+
     def _add_piece(self, token_ids: TokenIds, trained: Mask) -> None:
         trained = trained.copy()
         trained[:1] = False  # or the document before it in the sequence would predict it
@@ -114,17 +141,30 @@ class DocumentStore:
 
     def dataset(self, seq_len: int, pack: bool, pad_token_id: int, origin: str = "") -> TokenizedDataset:
         """Return what was kept; raise ValueError if that is nothing."""
+        self._require_some()
+        starts = np.frombuffer(self._starts, dtype=np.int64)
+        plan = first_fit(starts[1:] - starts[:-1], seq_len) if pack else one_per_sequence(len(starts) - 1)
+        return self._dataset(plan, seq_len, pack, pad_token_id, origin)
+
+    def pairs(self, seq_len: int, pad_token_id: int, origin: str) -> TokenizedDataset:
+        """Return what was kept by `add_pair`; raise ValueError if that is nothing."""
+        self._require_some()
+        return self._dataset(two_per_sequence(self.counts.documents), seq_len, False, pad_token_id, origin)
+
+    def _require_some(self) -> None:
         if not self.counts.documents:
             raise ValueError(f"nothing is left to train on: {self.counts}")
-        starts = np.frombuffer(self._starts, dtype=np.int64)
-        plan = first_fit(np.diff(starts), seq_len) if pack else one_per_sequence(len(starts) - 1)
+
+    def _dataset(
+        self, plan: SequencePlan, seq_len: int, packed: bool, pad_token_id: int, origin: str
+    ) -> TokenizedDataset:
         return TokenizedDataset(
             token_ids=np.frombuffer(self._token_ids, dtype=np.int32),
             trained=np.frombuffer(self._trained, dtype=np.bool_),
-            document_starts=starts,
+            document_starts=np.frombuffer(self._starts, dtype=np.int64),
             sequences=plan,
             seq_len=seq_len,
-            packed=pack,
+            packed=packed,
             pad_token_id=pad_token_id,
             counts=self.counts,
             origin=origin,

@@ -1,11 +1,11 @@
-"""What a record is: raw text, an instruction (alpaca) or a chat (messages, sharegpt)."""
+"""What a record is: raw text, an instruction (alpaca), a chat (messages, sharegpt), or a prompt and what follows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-Format = Literal["text", "alpaca", "messages", "sharegpt"]
+Format = Literal["text", "alpaca", "messages", "sharegpt", "completion", "preference", "prompt"]
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
@@ -14,6 +14,9 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
+    "prompt": ("prompt",),
 }
 
 ROLES = {
@@ -45,9 +48,14 @@ def check_format(columns: Iterable[str], format: Format) -> None:
 
 
 def detect_format(columns: Iterable[str]) -> Format:
-    """Return the one format whose columns are all there; raise ValueError where none or several are."""
+    """Return the one format whose columns are all there; raise ValueError where none or several are.
+
+    A prompt beside the columns of another format belongs to that one.
+    """
     found = sorted(columns)
     matches = [name for name, needed in COLUMNS.items() if set(needed) <= set(found)]
+    if len(matches) > 1 and "prompt" in matches:
+        matches.remove("prompt")
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -57,7 +65,7 @@ def detect_format(columns: Iterable[str]) -> Format:
 
 def to_text(row: Row) -> str:
     """Return the text of a raw-text record."""
-    return _string(row, "text")
+    return string_in(row, "text")
 
 
 def to_messages(row: Row, format: Format) -> list[Message]:
@@ -65,43 +73,50 @@ def to_messages(row: Row, format: Format) -> list[Message]:
     if format == "alpaca":
         return _alpaca_messages(row)
     (column,) = COLUMNS[format]
+    return messages_in(row, column)
+
+
+def messages_in(row: Row, column: str) -> list[Message]:
+    """Return the messages of a column, with standard names."""
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
-        raise RecordError(f"{column!r} must be a list of at least one message; got {_short(turns)}")
+        raise RecordError(f"{column!r} must be a list of at least one message; got {short(turns)}")
     return [_message(turn) for turn in turns]
 
 
 def _alpaca_messages(row: Row) -> list[Message]:
-    question = _string(row, "instruction")
+    question = string_in(row, "instruction")
     if row.get("input"):
-        question += "\n\n" + _string(row, "input")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _string(row, "output")}]
+        question += "\n\n" + string_in(row, "input")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": string_in(row, "output")}]
 
 
 def _message(turn: Any) -> Message:
     """Return one turn with standard names; what else it carries (tool calls, reasoning) goes to the template."""
     if not isinstance(turn, Mapping):
-        raise RecordError(f"a message must be an object; got {_short(turn)}")
+        raise RecordError(f"a message must be an object; got {short(turn)}")
     # A column of many records has the keys of all of them, with None where a record had no such key.
     given = {key: value for key, value in turn.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in given else ("role", "content")
     role = given.pop(role_key, None)
     if not isinstance(role, str) or role not in ROLES:
-        raise RecordError(f"{role_key!r} of a message must be one of {tuple(ROLES)}; got {_short(role)}")
+        raise RecordError(f"{role_key!r} of a message must be one of {tuple(ROLES)}; got {short(role)}")
     # An assistant that only calls a tool says nothing.
     content = given.pop(content_key, "" if given.get("tool_calls") else None)
     if not isinstance(content, str):
-        raise RecordError(f"{content_key!r} of a message must be a string; got {_short(content)}")
+        raise RecordError(f"{content_key!r} of a message must be a string; got {short(content)}")
     return {"role": ROLES[role], "content": content, **given}
 
 
-def _string(row: Row, column: str) -> str:
+def string_in(row: Row, column: str) -> str:
+    """Return the string of a column."""
     value = row.get(column)
     if not isinstance(value, str):
-        raise RecordError(f"{column!r} must be a string; got {_short(value)}")
+        raise RecordError(f"{column!r} must be a string; got {short(value)}")
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value as an error shows it."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:79] + "…"

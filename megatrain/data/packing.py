@@ -36,6 +36,11 @@ def one_per_sequence(documents: int) -> SequencePlan:
     return SequencePlan(np.arange(documents), np.arange(documents + 1))
 
 
+def two_per_sequence(documents: int) -> SequencePlan:
+    """Return the plan of pairs: documents 2 i and 2 i + 1 are sequence i."""
+    return SequencePlan(np.arange(documents), np.arange(0, documents + 1, 2))
+
+
 def first_fit(lengths: Ints, seq_len: int) -> SequencePlan:
     """Put each document into the first open sequence with room for it, else into a new one.
 
