@@ -84,9 +84,9 @@ def test_all_of_a_chat_can_be_trained() -> None:
 
 
 def test_a_token_that_reaches_over_the_end_of_a_prompt_is_trained() -> None:
-    two, one = TOKENIZER(" a")["input_ids"][1:], TOKENIZER(" an")["input_ids"][1:]
+    two, one = TOKENIZER(" a")["input_ids"][1:], TOKENIZER(" and")["input_ids"][1:]
     assert (len(one), two != one) == (1, True)
-    assert completions({"prompt": "some a", "completion": "n"})[0][1] == " an<|end|>"
+    assert completions({"prompt": "some a", "completion": "nd"})[0][1] == " and<|end|>"
 
 
 @pytest.mark.parametrize(
