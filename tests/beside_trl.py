@@ -1,0 +1,126 @@
+"""A folder of models and records, what TRL makes of them in another process, and what this engine does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pairs import engine_config
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from trl_runs import STEPS, TRAINING, Case, write_cases
+
+from megatrain import AdamWConfig, StreamingEngine
+from megatrain.anatomy.load import from_config, load_model
+from megatrain.data import train_tokenizer
+from megatrain.engine import StepResult
+
+ADAMW = AdamWConfig(
+    lr=TRAINING["learning_rate"],  # type: ignore[arg-type]
+    weight_decay=TRAINING["weight_decay"],  # type: ignore[arg-type]
+    max_grad_norm=TRAINING["max_grad_norm"],  # type: ignore[arg-type]
+)
+WORDS = "one two three four five six seven eight nine ten so it goes on until the very end".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """losses: of each step. gradients: of the first, clipped. weights: after the last."""
+
+    losses: list[float]
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+def sentence(number: int, length: int) -> str:
+    """Words that `number` determines."""
+    return " ".join(WORDS[(number * 7 + i * (1 + number % 5)) % len(WORDS)] for i in range(length))
+
+
+def save_models(folder: Path) -> dict[str, str]:
+    """Leave a tiny llama and a tiny qwen3, each with a tokenizer, in folders; returns those by name."""
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    configs: list[PretrainedConfig] = [LlamaConfig(**shape), Qwen3Config(**shape, tie_word_embeddings=True)]
+    for config in configs:
+        from_config(config, dtype=torch.float32).save_pretrained(folder / config.model_type)
+        tokenizer.save_pretrained(folder / config.model_type)
+    return {config.model_type: str(folder / config.model_type) for config in configs}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run_trl(folder: Path, cases: list[Case]) -> dict[str, Outcome]:
+    """Train all cases with TRL in one process; returns what came of each."""
+    write_cases(folder, cases)
+    runner = Path(__file__).with_name("trl_runs.py")
+    done = subprocess.run([sys.executable, str(runner), str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {case.name: _outcome(*case.paths(folder)) for case in cases}
+
+
+def _outcome(losses: Path, gradients: Path, weights: Path) -> Outcome:
+    return Outcome(json.loads(losses.read_text()), load_file(gradients), load_file(weights))
+
+
+def run_engine(model: str, step: Callable[[StreamingEngine], StepResult], **config: Any) -> Outcome:
+    """Take `step` as often as TRL did."""
+    loaded = load_model(model, dtype=torch.float32)
+    with StreamingEngine(loaded, engine_config(**config), ADAMW) as engine:
+        losses = [step(engine).loss]
+        gradients = first_gradients(engine)
+        losses += [step(engine).loss for _ in range(STEPS - 1)]
+        engine.flush()
+        return Outcome(losses, gradients, engine.state_dict())
+
+
+def first_gradients(engine: StreamingEngine) -> dict[str, Tensor]:
+    """The clipped gradients of the first step, from the first moments that it left: (1 − beta1) × gradient."""
+    engine.flush()
+    found = {}
+    for unit, host in engine._units():
+        for entry in host.layout.trained:
+            moment = host.exp_avg[entry.element : entry.element + entry.spec.numel].clone()
+            found[unit.prefix + entry.name] = moment.view(entry.spec.shape) / (1 - ADAMW.betas[0])
+    return found
+
+
+def require_same(ours: Outcome, theirs: Outcome) -> None:
+    """Losses to 1e-4 in each step; the first gradients and the last weights to 1e-5 of their norm."""
+    assert len(theirs.losses) == STEPS
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=0, atol=1e-4)
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    assert _distance(ours.gradients, theirs.gradients) <= 1e-5 * _norm(theirs.gradients)
+    shared = ours.weights.keys() & theirs.weights.keys()
+    assert shared >= theirs.gradients.keys()
+    pairs = [{name: run.weights[name] for name in shared} for run in (ours, theirs)]
+    assert _distance(*pairs) <= 1e-5 * _norm(pairs[1])
+
+
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return _norm({name: one[name] - other[name] for name in one})
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors.values()]).norm())
