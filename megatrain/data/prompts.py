@@ -25,13 +25,19 @@ from megatrain.data.records import OnBadRecord, Records
 class PromptBatch:
     """B prompts. input_ids, attention_mask: (B, T) int64, padded on the left. prompts: as the records have them.
 
-    columns: what else the records hold, by name, a value per prompt.
+    columns: what else the records hold, by name, a value per prompt. tokenizer: that made and can read tokens of them.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     prompts: list[Said]
     columns: dict[str, list[Any]]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills up rows."""
+        return pad_token_id(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Prompts:
     token_ids: TokenIds
     starts: npt.NDArray[np.int64]
     rows: Sequence[Row]
-    pad_token_id: int
+    tokenizer: PreTrainedTokenizerBase
     counts: Counts
 
     def __len__(self) -> int:
@@ -61,11 +67,12 @@ class Prompts:
 
     def batch(self, items: Indices) -> PromptBatch:
         """Return the named prompts as one batch."""
-        padded = left_padded_rows([self.prompt(item) for item in items], self.pad_token_id)
+        padded = left_padded_rows([self.prompt(item) for item in items], pad_token_id(self.tokenizer))
         rows = [self.rows[int(item)] for item in items]
         names = [name for name in self.rows[0] if name != "prompt"]
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return PromptBatch(padded["input_ids"], padded["attention_mask"], [row["prompt"] for row in rows], columns)
+        prompts = [row["prompt"] for row in rows]
+        return PromptBatch(padded["input_ids"], padded["attention_mask"], prompts, columns, self.tokenizer)
 
 
 def tokenize_prompts(
@@ -94,17 +101,17 @@ def tokenize_prompts(
         token_ids.extend(ids)
         starts.append(len(token_ids))
         rows.append(row)
-    return _prompt_set(token_ids, starts, rows, pad_token_id(tokenizer), counts)
+    return _prompt_set(token_ids, starts, rows, tokenizer, counts)
 
 
 def _prompt_set(
-    token_ids: array[int], starts: array[int], rows: list[Row], pad_token_id: int, counts: Counts
+    token_ids: array[int], starts: array[int], rows: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Prompts:
     counts.documents, counts.tokens = len(rows), len(token_ids)
     if not rows:
         raise ValueError(f"no prompt is left to answer: {counts}")
     return Prompts(
-        np.frombuffer(token_ids, dtype=np.int32), np.frombuffer(starts, dtype=np.int64), rows, pad_token_id, counts
+        np.frombuffer(token_ids, dtype=np.int32), np.frombuffer(starts, dtype=np.int64), rows, tokenizer, counts
     )
 
 

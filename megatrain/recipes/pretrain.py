@@ -1,0 +1,21 @@
+"""Continued pre-training: the model learns to go on with texts; every token of the data is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megatrain.data import TokenBatch
+from megatrain.engine import StepResult, StreamingEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain:
+    """Mean negative log-likelihood per token, of raw text, and of chats with all that is around them."""
+
+    name: Literal["pretrain"] = "pretrain"
+    reads: ClassVar[str] = "whole documents"
+
+    def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
+        """One optimizer step, on the model's own loss."""
+        return engine.step(batch)

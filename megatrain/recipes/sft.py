@@ -1,0 +1,21 @@
+"""Supervised fine-tuning: the model learns to say what the trained tokens of the data say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megatrain.data import TokenBatch
+from megatrain.engine import StepResult, StreamingEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Mean negative log-likelihood per trained token; `data.loss_on` says which tokens those are."""
+
+    name: Literal["sft"] = "sft"
+    reads: ClassVar[str] = "documents"
+
+    def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
+        """One optimizer step, on the model's own loss."""
+        return engine.step(batch)
