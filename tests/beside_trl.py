@@ -14,11 +14,10 @@ import torch
 from pairs import engine_config
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 from trl_runs import STEPS, TRAINING, Case, write_cases
 
 from megatrain import AdamWConfig, StreamingEngine
-from megatrain.anatomy.load import from_config, load_model
 from megatrain.data import train_tokenizer
 from megatrain.engine import StepResult
 
@@ -44,8 +43,8 @@ def sentence(number: int, length: int) -> str:
     return " ".join(WORDS[(number * 7 + i * (1 + number % 5)) % len(WORDS)] for i in range(length))
 
 
-def save_models(folder: Path) -> dict[str, str]:
-    """Leave a tiny llama and a tiny qwen3, each with a tokenizer, in folders; returns those by name."""
+def save_models(folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+    """Leave a tiny llama and a tiny qwen3, each with a tokenizer, in folders of these names."""
     tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320)
     shape = {
         "vocab_size": len(tokenizer),
@@ -58,12 +57,13 @@ def save_models(folder: Path) -> dict[str, str]:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        "num_labels": 1,  # for classifiers
     }
     configs: list[PretrainedConfig] = [LlamaConfig(**shape), Qwen3Config(**shape, tie_word_embeddings=True)]
     for config in configs:
-        from_config(config, dtype=torch.float32).save_pretrained(folder / config.model_type)
+        torch.manual_seed(0)
+        kind.from_config(config, dtype=torch.float32).save_pretrained(folder / config.model_type)
         tokenizer.save_pretrained(folder / config.model_type)
-    return {config.model_type: str(folder / config.model_type) for config in configs}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -84,9 +84,11 @@ def _outcome(losses: Path, gradients: Path, weights: Path) -> Outcome:
     return Outcome(json.loads(losses.read_text()), load_file(gradients), load_file(weights))
 
 
-def run_engine(model: str, step: Callable[[StreamingEngine], StepResult], **config: Any) -> Outcome:
+def run_engine(
+    model: Path, step: Callable[[StreamingEngine], StepResult], kind: Any = AutoModelForCausalLM, **config: Any
+) -> Outcome:
     """Take `step` as often as TRL did."""
-    loaded = load_model(model, dtype=torch.float32)
+    loaded = kind.from_pretrained(model, dtype=torch.float32).train()
     with StreamingEngine(loaded, engine_config(**config), ADAMW) as engine:
         losses = [step(engine).loss]
         gradients = first_gradients(engine)

@@ -7,12 +7,14 @@ all steps, NAME.gradients.safetensors the clipped gradients of the first, NAME.w
 from __future__ import annotations
 
 import json
+import random
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 STEPS = 10
+ANSWER = 12  # tokens of an answer, at most
 TRAINING = {
     "learning_rate": 1e-3,
     "weight_decay": 0.1,
@@ -69,14 +71,40 @@ def run(folder: Path, case: Case) -> None:
 
 def inputs(case: Case) -> dict[str, Any]:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     rows = [json.loads(line) for line in Path(case.records).read_text().splitlines()]
+    kind = AutoModelForSequenceClassification if case.trainer == "Reward" else AutoModelForCausalLM
     return {
-        "model": AutoModelForCausalLM.from_pretrained(case.model),
+        "model": kind.from_pretrained(case.model),
         "processing_class": AutoTokenizer.from_pretrained(case.model),
         "train_dataset": Dataset.from_list(rows),
+        **({"reward_funcs": [short_and_low, column_of], "rollout_func": roll_out} if case.trainer == "GRPO" else {}),
     }
+
+
+def answers(step: int, prompts: int, per_prompt: int, ends: int) -> list[list[int]]:
+    """Answers that nobody drew: the same for both sides. Every third has no end."""
+    draw = random.Random(step)
+    found = [[draw.randrange(20, 300) for _ in range(draw.randrange(1, ANSWER))] for _ in range(prompts * per_prompt)]
+    return [ids if number % 3 == 0 else [*ids, ends] for number, ids in enumerate(found)]
+
+
+def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """TRL's rollout_func: `prompts` has each prompt once per answer already."""
+    tokenizer, per_prompt = trainer.processing_class, trainer.num_generations
+    drawn = answers(trainer.state.global_step, len(prompts) // per_prompt, per_prompt, tokenizer.eos_token_id)
+    return {"prompt_ids": [tokenizer(text)["input_ids"] for text in prompts], "completion_ids": drawn, "logprobs": None}
+
+
+def short_and_low(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward function: low token ids are good, length is bad."""
+    return [sum(token < 150 for token in ids) / len(ids) - len(ids) / ANSWER for ids in completion_ids]
+
+
+def column_of(completions: list[str], target: list[int], **_: Any) -> list[float | None]:
+    """A reward function with a column of the data, which has nothing to say of some answers."""
+    return [None if goal == 0 else -abs(len(said) - goal) / 10 for said, goal in zip(completions, target, strict=True)]
 
 
 def recording(trainer: Any) -> Any:
