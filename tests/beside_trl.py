@@ -109,7 +109,10 @@ def first_gradients(engine: StreamingEngine) -> dict[str, Tensor]:
 
 
 def require_same(ours: Outcome, theirs: Outcome) -> None:
-    """Losses to 1e-4 in each step; the first gradients and the last weights to 1e-5 of their norm."""
+    """Losses to 1e-4 in each step; the first gradients to 1e-5 of their norm, the last weights to 1e-4 of theirs.
+
+    AdamW moves a weight by as much whether its gradient is large or, in a rare token's row, all rounding.
+    """
     assert len(theirs.losses) == STEPS
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=0, atol=1e-4)
     assert ours.gradients.keys() == theirs.gradients.keys()
@@ -117,7 +120,7 @@ def require_same(ours: Outcome, theirs: Outcome) -> None:
     shared = ours.weights.keys() & theirs.weights.keys()
     assert shared >= theirs.gradients.keys()
     pairs = [{name: run.weights[name] for name in shared} for run in (ours, theirs)]
-    assert _distance(*pairs) <= 1e-5 * _norm(pairs[1])
+    assert _distance(*pairs) <= 1e-4 * _norm(pairs[1])
 
 
 def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

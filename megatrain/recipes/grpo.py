@@ -87,7 +87,7 @@ class GRPO:
             losses = policy_loss(scores, old, worth, self.epsilon_low, self.epsilon_high)
             if reference is not None:
                 apart = divergence(scores, reference)
-                metrics["kl"] = float((apart * mask).sum() / mask.sum())
+                metrics["kl"] = float((apart.detach() * mask).sum() / mask.sum())
                 losses = losses + self.beta * apart
             return aggregate(losses, mask, self.loss_type, self.max_completion_length)
 
