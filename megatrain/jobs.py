@@ -6,6 +6,7 @@ import platform
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,8 @@ from megatrain.anatomy.load import from_config, load_model, load_tokenizer
 from megatrain.anatomy.presets import named_config
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
-from megatrain.data import Batches, load_records, tokenize
+from megatrain.data import Batches, Dataset, Records, load_records, tokenize, tokenize_pairs, tokenize_prompts
+from megatrain.data.reading import pad_token_id
 from megatrain.engine import StepResult, StreamingEngine, save_model
 from megatrain.folder import FILE_MODE, RunFolder
 from megatrain.run import LearningRate, TrainingRun, cosine_schedule
@@ -33,14 +35,23 @@ def make_engine(settings: Settings) -> StreamingEngine:
     """Load or make the model, and put it into an engine."""
     random.seed(settings.run.seed)
     torch.manual_seed(settings.run.seed)
-    dtype = getattr(torch, settings.engine.dtype)
-    if settings.model.from_scratch:
-        model = from_config(named_config(settings.model.name), dtype=dtype, seed=settings.run.seed)
-    else:
-        model = load_model(settings.model.name, dtype=dtype, trust_remote_code=settings.model.trust_remote_code)
+    model = _make_model(settings)
     if settings.lora is not None:
         model = add_lora(model, settings.lora.options, seed=settings.run.seed)
-    return StreamingEngine(model, settings.engine, settings.optimizer)
+    second = settings.recipe.needs_reference and settings.lora is None  # adapters can be switched off instead
+    config = replace(settings.engine, keep_reference=True) if second else settings.engine
+    return StreamingEngine(model, config, settings.optimizer)
+
+
+def _make_model(settings: Settings) -> Any:
+    asked, dtype, outputs = settings.model, getattr(torch, settings.engine.dtype), settings.recipe.outputs
+    if asked.from_scratch:
+        model = from_config(named_config(asked.name), dtype=dtype, seed=settings.run.seed, outputs=outputs)
+    else:
+        model = load_model(asked.name, dtype=dtype, trust_remote_code=asked.trust_remote_code, outputs=outputs)
+    if outputs is not None and model.config.pad_token_id is None:  # by which it knows the last token of a row
+        model.config.pad_token_id = pad_token_id(make_tokenizer(settings))
+    return model
 
 
 def make_batches(settings: Settings) -> Batches[Any]:
@@ -49,16 +60,25 @@ def make_batches(settings: Settings) -> Batches[Any]:
     records = load_records(
         data.source, split=data.split, config=data.config, format=data.format, on_bad_record=data.on_bad_record
     )
-    dataset = tokenize(
+    return Batches(_dataset(settings, records), data.batch, seed=settings.run.seed, shuffle=data.shuffle)
+
+
+def _dataset(settings: Settings, records: Records) -> Dataset[Any]:
+    """What the recipe reads, made of records."""
+    data, tokenizer, reads = settings.data, make_tokenizer(settings), settings.recipe.reads
+    if reads == "pairs":
+        return tokenize_pairs(records, tokenizer, data.sequence, on_bad_record=data.on_bad_record)
+    if reads == "prompts":
+        return tokenize_prompts(records, tokenizer, data.sequence, on_bad_record=data.on_bad_record)
+    return tokenize(
         records,
-        make_tokenizer(settings),
+        tokenizer,
         data.sequence,
         too_long=data.too_long,
-        loss_on=data.loss_on,
+        loss_on="all" if reads == "whole documents" else data.loss_on,
         pack=data.pack,
         on_bad_record=data.on_bad_record,
     )
-    return Batches(dataset, data.batch, seed=settings.run.seed, shuffle=data.shuffle)
 
 
 def make_tokenizer(settings: Settings) -> Any:
@@ -87,6 +107,7 @@ def make_run(
         partial(make_engine, settings) if process else make_engine(settings),
         partial(make_batches, settings) if process else make_batches(settings),
         steps=run.steps,
+        step=settings.recipe.step,
         lr_schedule=make_schedule(settings),
         run_dir=run.folder,
         on_step=on_step,

@@ -1,4 +1,4 @@
-"""A run as a file: what to train, on what, how, and where to; YAML, with key=value on top. No torch.
+"""A run as a file: what to train, on what, how, and where to; YAML, with key=value on top.
 
 Every key is a field of one of the dataclasses below or of `config`; a key that is none of them, or a value of another
 type, is refused with its place in the file and what was probably meant.
@@ -13,14 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from megatrain.config import AdamWConfig, EngineConfig, SinkName
 from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
+from megatrain.recipes import SFT, Pretrain, Recipe
 
 PARTS_OF_UNIONS = (
     "list[",
@@ -155,7 +156,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run. lora: None trains every parameter."""
+    """A whole run. lora: None trains every parameter. recipe: what a step of training is."""
 
     model: ModelSettings
     data: DataSettings
@@ -163,6 +164,11 @@ class Settings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     lora: LoraSettings | None = None
+    recipe: Annotated[Recipe, Discriminator("name")] = field(default_factory=SFT)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recipe, Pretrain) and self.data.loss_on not in (None, "all"):
+            raise ValueError(f"the recipe pretrain trains all tokens; data.loss_on is {self.data.loss_on!r}: remove it")
 
 
 def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:
@@ -226,12 +232,27 @@ def _parsed(text: str) -> Any:
 
 
 def _settings(values: Mapping[str, Any], where: str) -> Settings:
+    _check_recipe(values.get("recipe", {"name": "sft"}), where)
     _check_keys(Settings, values, where, ())
     try:
         return TypeAdapter(Settings).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         problems = [_problem(problem) for problem in error.errors(include_url=False)]
         raise SettingsError(f"{where}: " + "; ".join(problems)) from None
+
+
+def _check_recipe(recipe: Any, where: str) -> None:
+    """Refuse a recipe that is none, before its keys are looked at."""
+    names = [kind.name for kind in get_args(Recipe)]
+    if not isinstance(recipe, Mapping):
+        raise SettingsError(f"{where}: recipe must hold keys such as name: sft; it holds {recipe!r}")
+    if "name" not in recipe:
+        raise SettingsError(f"{where}: recipe.name is missing: one of {', '.join(names)}")
+    name = recipe["name"]
+    if name not in names:
+        near = get_close_matches(str(name), names, n=1, cutoff=0.4)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        raise SettingsError(f"{where}: recipe: there is no recipe {name!r}; {meant}")
 
 
 def _check_keys(kind: Any, values: Any, where: str, path: tuple[str, ...]) -> None:
@@ -244,7 +265,7 @@ def _check_keys(kind: Any, values: Any, where: str, path: tuple[str, ...]) -> No
             raise SettingsError(
                 f"{where}: {'.'.join((*path, str(key)))} is no setting; {_meant(str(key), path, names)}"
             )
-        inner = _dataclass_in(kinds[key])
+        inner = _dataclass_in(kinds[key], value)
         if inner is not None:
             _check_keys(inner, value, where, (*path, key))
 
@@ -256,15 +277,21 @@ def _meant(key: str, path: tuple[str, ...], names: list[str]) -> str:
     return f"{'.'.join(path) or 'the file'} has {', '.join(names)}"
 
 
-def _dataclass_in(hint: Any) -> Any:
+def _dataclass_in(hint: Any, value: Any) -> Any:
+    """Return the dataclass that a value is to become: of several the one that has its name."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((option for option in options if is_dataclass(option)), None)
+    kinds = [option for option in options if is_dataclass(option)]
+    if len(kinds) > 1:
+        name = value.get("name") if isinstance(value, Mapping) else None
+        return next((kind for kind in kinds if getattr(kind, "name", None) == name), None)
+    return next(iter(kinds), None)
 
 
 def _problem(problem: Any) -> str:
-    place = ".".join(
-        str(part) for part in problem["loc"] if not str(part).startswith(("list[", "literal[", "function"))
-    )
+    location = list(problem["loc"])
+    if location[:1] == ["recipe"]:
+        del location[1:2]  # the recipe's name, which chose it
+    place = ".".join(str(part) for part in location if not str(part).startswith(("list[", "literal[", "function")))
     if problem["type"] == "missing":
         return f"{place} is missing"
     said = problem["msg"].removeprefix("Value error, ")

@@ -8,28 +8,44 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Mxfp4Config,
+)
 
 from megatrain.anatomy.hub import loading
 
 
-def from_config(config: Any, *, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A randomly initialised model in training mode; the same for the same seed."""
+def from_config(config: Any, *, dtype: torch.dtype, seed: int = 0, outputs: int | None = None) -> Any:
+    """A randomly initialised model in training mode; the same for the same seed. outputs: see `load_model`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        if outputs is None:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        config.num_labels = outputs
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype).train()
 
 
-def load_model(name: str | Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load_model(
+    name: str | Path, *, dtype: torch.dtype, trust_remote_code: bool = False, outputs: int | None = None
+) -> Any:
     """A pretrained model in training mode, from a folder or the hub; ValueError, in one line, where that fails.
 
     trust_remote_code: whether code that the model brings may be run. Weights that are stored as MXFP4 (gpt-oss) are
-    expanded to `dtype`: quantized ones cannot be trained exactly.
+    expanded to `dtype`: quantized ones cannot be trained exactly. outputs: so many numbers per sequence instead of a
+    word after each token; that head is new where none is stored.
     """
     with loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         options = {"dtype": dtype, "use_safetensors": True, **_expanded(config)}  # the other format is pickle
-        return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **options).train()
+        if outputs is None:
+            return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code, **options).train()
+        options["num_labels"] = outputs
+        kind = AutoModelForSequenceClassification
+        return kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options).train()
 
 
 def _expanded(config: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ server      or from an OpenAI-compatible server
 functions   what answers are worth
 common      what several of them need
 
-A recipe is a frozen dataclass of its settings, with `step(engine, batch) -> StepResult`; `reads` says of which data.
+A recipe is a frozen dataclass of its settings, with `step(engine, batch) -> StepResult`. reads: of which data.
+outputs: None for a language model, or what a classifier gives. needs_reference: asks the first weights, too.
 """
 
 from megatrain.recipes.dpo import DPO

@@ -1,8 +1,13 @@
-"""What recipes have in common: how a setting is refused, and what is told of pairs."""
+"""What recipes have in common: what they read, how a setting is refused, and what is told of pairs."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+
+Reads = Literal["documents", "whole documents", "pairs", "prompts"]
+"""The data that a recipe takes; of whole documents, every token is trained."""
 
 
 def require(condition: bool, rule: str, value: object) -> None:

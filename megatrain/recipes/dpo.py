@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from megatrain.data import TokenBatch
 from megatrain.engine import StepResult, StreamingEngine
-from megatrain.recipes.common import pair_metrics, require
+from megatrain.recipes.common import Reads, pair_metrics, require
 
 IGNORED = -100
 
@@ -31,7 +31,9 @@ class DPO:
     beta: float = 0.1
     loss_type: LossType = "sigmoid"
     label_smoothing: float = 0.0
-    reads: ClassVar[str] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
+    outputs: ClassVar[int | None] = None
+    needs_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.beta > 0, "beta must be above 0", self.beta)

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.data import PromptBatch
 from megatrain.engine import StepResult, StreamingEngine
-from megatrain.recipes.common import require
+from megatrain.recipes.common import Reads, require
 from megatrain.recipes.functions import load_function, total_rewards
 from megatrain.recipes.rollouts import Rollouts, generate
 from megatrain.recipes.server import ask
@@ -47,7 +47,8 @@ class GRPO:
     seed: int = 0
     server: str | None = None
     server_model: str | None = None
-    reads: ClassVar[str] = "prompts"
+    reads: ClassVar[Reads] = "prompts"
+    outputs: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         require(self.num_generations >= 2, "num_generations must be at least 2, to be compared", self.num_generations)
@@ -60,6 +61,11 @@ class GRPO:
         require(weights is None or len(weights) == len(self.rewards), "one of reward_weights for each reward", weights)
         known = self.server is None or self.temperature == 1
         require(known, "temperature must be 1 with a server, which tells log-probabilities at 1", self.temperature)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the model that training began with is asked, too."""
+        return self.beta > 0
 
     def step(self, engine: StreamingEngine, batch: PromptBatch) -> StepResult:
         """Let the prompts be answered, judge the answers, and take one optimizer step."""

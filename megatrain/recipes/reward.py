@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from megatrain.data import TokenBatch
 from megatrain.engine import StepResult, StreamingEngine
-from megatrain.recipes.common import pair_metrics, require
+from megatrain.recipes.common import Reads, pair_metrics, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,9 @@ class Reward:
 
     name: Literal["reward"] = "reward"
     center_rewards_coefficient: float = 0.0
-    reads: ClassVar[str] = "pairs"
+    reads: ClassVar[Reads] = "pairs"
+    outputs: ClassVar[int | None] = 1
+    needs_reference: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         coefficient = self.center_rewards_coefficient

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from megatrain.data import TokenBatch
 from megatrain.engine import StepResult, StreamingEngine
+from megatrain.recipes.common import Reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,9 @@ class SFT:
     """Mean negative log-likelihood per trained token; `data.loss_on` says which tokens those are."""
 
     name: Literal["sft"] = "sft"
-    reads: ClassVar[str] = "documents"
+    reads: ClassVar[Reads] = "documents"
+    outputs: ClassVar[int | None] = None
+    needs_reference: ClassVar[bool] = False
 
     def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
         """One optimizer step, on the model's own loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from megatrain.run.schedules import LearningRate
 from megatrain.sinks import require_sinks
 
 Batch = dict[str, torch.Tensor]
+Step = Callable[[StreamingEngine, Any], StepResult]
 OnStep = Callable[[int, StepResult], None]
 
 
@@ -22,12 +24,14 @@ OnStep = Callable[[int, StepResult], None]
 class Job:
     """What to train. engine, batches: the things themselves, or (for a process of its own) functions that make them.
 
-    Each epoch iterates `batches` anew. lr_schedule: None keeps the optimizer's. save: leave the model in the folder.
+    Each epoch iterates `batches` anew. step: trains on one of them, such as a recipe's. lr_schedule: None keeps the
+    optimizer's. save: leave the model in the folder.
     """
 
     engine: StreamingEngine | Callable[[], StreamingEngine]
-    batches: Iterable[Batch] | Callable[[], Iterable[Batch]]
+    batches: Iterable[Any] | Callable[[], Iterable[Any]]
     steps: int
+    step: Step = StreamingEngine.step
     lr_schedule: LearningRate | None = None
     save: bool = False
     saving: Saving = field(default_factory=Saving)
@@ -44,7 +48,7 @@ class Job:
 
 def train(
     engine: StreamingEngine,
-    batches: Iterator[Batch],
+    batches: Iterator[Any],
     job: Job,
     on_step: OnStep,
     *,
@@ -55,14 +59,14 @@ def train(
         if job.lr_schedule is not None:
             engine.lr = job.lr_schedule(done)
         try:
-            result = engine.step(next(batches))
+            result = job.step(engine, next(batches))
         except StoppedError:  # stop() came between the question above and this step
             return
         done += 1
         on_step(done, result)
 
 
-def epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+def epochs(batches: Iterable[Any]) -> Iterator[Any]:
     """Epoch after epoch; ValueError if there is no batch.
 
     One epoch may be empty: what is left of it, where a run goes on at its very end.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint import Keep
 from megatrain.config import SinkName
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.machine import Machine
 from megatrain.report import RunInfo, RunState, Status
-from megatrain.run.loop import Batch, Job, OnStep
+from megatrain.run.loop import Job, OnStep, Step
 from megatrain.run.processes import ProcessRunner
 from megatrain.run.saving import Saving
 from megatrain.run.schedules import LearningRate
@@ -26,6 +27,7 @@ class TrainingRun:
         its own, which goes on when this one ends or its notebook kernel restarts.
     batches: an iterable that can be iterated once for each epoch (such as `megatrain.data.Batches`), or with a
         process a function that makes one there.
+    step: trains on one batch; by default the engine's own, or that of a recipe, such as `megatrain.recipes.DPO().step`.
     lr_schedule: step → learning rate, steps counted from 0; None keeps the optimizer's.
     run_dir: the run's folder: run.json, metrics.jsonl (a line for each step), events-*.bin (spans), memory.jsonl,
         markers.jsonl, status.json, run.log, the control socket and, at the end, trace.json.gz. A process needs one;
@@ -44,9 +46,10 @@ class TrainingRun:
     def __init__(
         self,
         engine: StreamingEngine | Callable[[], StreamingEngine],
-        batches: Iterable[Batch] | Callable[[], Iterable[Batch]],
+        batches: Iterable[Any] | Callable[[], Iterable[Any]],
         *,
         steps: int,
+        step: Step = StreamingEngine.step,
         lr_schedule: LearningRate | None = None,
         run_dir: str | Path | None = None,
         on_step: OnStep | None = None,
@@ -60,7 +63,7 @@ class TrainingRun:
     ) -> None:
         rates = {} if machine is None else machine.rates
         saving = Saving(checkpoint_every, keep or Keep(), resume)
-        job = Job(engine, batches, steps, lr_schedule, save, saving, sinks, **rates)
+        job = Job(engine, batches, steps, step, lr_schedule, save, saving, sinks, **rates)
         self.steps = steps
         self.folder = Path(run_dir) if run_dir is not None else None
         apart = not isinstance(engine, StreamingEngine) if process is None else process
