@@ -13,12 +13,13 @@ from megatrain.trace import (
     MemorySample,
     Recorder,
     Records,
+    SampleRecord,
     SlotChange,
     Span,
     StepRecord,
 )
 
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord, SampleRecord)
 
 
 class LiveFeed:
@@ -36,9 +37,9 @@ class LiveFeed:
         """
         spans, slots, memory = self._read(Span), self._read(SlotChange), self._read(MemorySample)
         steps, layers, markers = self._read(StepRecord), self._read(LayerStats), self._read(Marker)
-        evaluations = self._read(EvaluationRecord)
+        evaluations, samples = self._read(EvaluationRecord), self._read(SampleRecord)
         lost, self._lost = self._lost, 0
-        return Records(spans, slots, memory, steps, layers, markers, evaluations, lost)
+        return Records(spans, slots, memory, steps, layers, markers, evaluations, samples, lost)
 
     def _read(self, kind: type[R]) -> list[R]:
         index = self._next.get(kind, 0)

@@ -43,6 +43,8 @@ from megatrain.update import Hyperparameters, weight_norm
 
 log = logging.getLogger("megatrain")
 
+MOST_EXPONENT = 709.0  # e to this is the largest float
+
 Objective = Callable[[torch.Tensor], torch.Tensor]  # scores of a whole batch → the loss, a scalar
 
 
@@ -77,14 +79,17 @@ class Evaluation:
     """How well a model predicts a batch it is not trained on.
 
     loss: mean negative log-likelihood per predicted token, without a router balancing loss. tokens: predicted tokens.
+    metrics: what else a recipe has to tell; its own loss may be of something else than tokens.
     """
 
     loss: float
     tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        """e^loss: among how many equally likely tokens the model would have to choose."""
+        return math.exp(self.loss) if self.loss < MOST_EXPONENT else math.inf
 
 
 @dataclass(frozen=True)
@@ -653,6 +658,15 @@ class StreamingEngine:
     def random_states(self) -> dict[str, torch.Tensor]:
         """States of the generators that a model may draw from, by device."""
         return self._executor.random_states()
+
+    @contextmanager
+    def random_states_kept(self) -> Iterator[None]:
+        """Within, the model and whoever else may draw freely; after it, training draws what it would have drawn."""
+        before = self.random_states()
+        try:
+            yield
+        finally:
+            self._executor.set_random_states(before)
 
     def resume_at(self, step: int, random_states: dict[str, torch.Tensor]) -> None:
         """Go on as an engine that has applied `step` steps, after its parts were filled."""

@@ -45,6 +45,7 @@ class RunFolder:
         self.memory = self.path / "memory.jsonl"  # MemorySample
         self.markers = self.path / "markers.jsonl"  # Marker
         self.evaluations = self.path / "evaluations.jsonl"  # EvaluationRecord
+        self.samples = self.path / "samples.jsonl"  # SampleRecord
         self.model = self.path / "model"
         self.trace = self.path / "trace.json.gz"
         self.settings = self.path / "settings.yaml"  # what it was asked to do, every default written out
@@ -70,8 +71,8 @@ class RunFolder:
 
     def records(self) -> list[Path]:
         """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
-        said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations, self.data]
-        paths = [*said, self.model, self.trace, *map(self.segment, self.segments()), self.run]
+        said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations, self.samples]
+        paths = [*said, self.data, self.model, self.trace, *map(self.segment, self.segments()), self.run]
         return [path for path in paths if path.exists()]
 
     # ---- the run's side ----

@@ -19,11 +19,21 @@ from megatrain.anatomy.load import from_config, load_model, load_tokenizer
 from megatrain.anatomy.presets import named_config
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
-from megatrain.data import Batches, Dataset, Records, load_records, tokenize, tokenize_pairs, tokenize_prompts
+from megatrain.data import (
+    Batches,
+    Dataset,
+    PromptBatch,
+    Records,
+    load_records,
+    records_from_rows,
+    tokenize,
+    tokenize_pairs,
+    tokenize_prompts,
+)
 from megatrain.data.reading import pad_token_id
 from megatrain.engine import StepResult, StreamingEngine, save_model
 from megatrain.folder import FILE_MODE, RunFolder
-from megatrain.run import LearningRate, TrainingRun, cosine_schedule
+from megatrain.run import Evaluating, LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import Settings, dump_settings, settings_of
 from megatrain.sinks import require_sinks
 from megatrain.trace import write_atomically
@@ -57,10 +67,49 @@ def _make_model(settings: Settings) -> Any:
 def make_batches(settings: Settings) -> Batches[Any]:
     """Read, tokenize and shuffle the data."""
     data = settings.data
-    records = load_records(
-        data.source, split=data.split, config=data.config, format=data.format, on_bad_record=data.on_bad_record
-    )
+    records = _records(settings, data.source, data.split, data.config)
     return Batches(_dataset(settings, records), data.batch, seed=settings.run.seed, shuffle=data.shuffle)
+
+
+def make_held_out(settings: Settings) -> Batches[Any]:
+    """The same for data that is not trained on, in its own order."""
+    asked = settings.evaluation
+    assert asked is not None
+    assert asked.source is not None
+    records = _records(settings, asked.source, asked.split, asked.config)
+    return Batches(_dataset(settings, records), settings.data.batch, shuffle=False)
+
+
+def make_prompts(settings: Settings) -> PromptBatch:
+    """The prompts that the model answers now and then."""
+    asked = settings.evaluation
+    assert asked is not None
+    records = records_from_rows([{"prompt": prompt} for prompt in asked.prompts], format="prompt")
+    prompts = tokenize_prompts(records, make_tokenizer(settings), settings.data.sequence)
+    if prompts.counts.rejected:
+        raise ValueError(f"evaluation.prompts: {prompts.counts.rejected} are longer than data.sequence; shorten them")
+    return prompts.batch(range(len(prompts)))
+
+
+def make_evaluating(settings: Settings) -> Evaluating | None:
+    """What a run looks at besides."""
+    asked = settings.evaluation
+    if asked is None:
+        return None
+    return Evaluating(
+        every=asked.every,
+        batches=() if asked.source is None else partial(make_held_out, settings),
+        evaluate=settings.recipe.evaluate,
+        prompts=partial(make_prompts, settings) if asked.prompts else None,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        seed=settings.run.seed,
+    )
+
+
+def _records(settings: Settings, source: str | list[str], split: str, config: str | None) -> Records:
+    data = settings.data
+    return load_records(source, split=split, config=config, format=data.format, on_bad_record=data.on_bad_record)
 
 
 def _dataset(settings: Settings, records: Records) -> Dataset[Any]:
@@ -115,6 +164,7 @@ def make_run(
         checkpoint_every=run.checkpoint_every,
         keep=Keep(run.keep_last, run.keep_every),
         resume=resume,
+        evaluating=make_evaluating(settings),
         sinks=run.sinks,
     )
 

@@ -119,6 +119,32 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """every: steps between two looks at other data. source, split, config: held-out data, of the kind that is trained.
+
+    prompts: that the model answers each time, each a text or a list of messages (all of one kind), with at most
+    max_new_tokens tokens at temperature (0 = the likeliest).
+    """
+
+    every: int
+    source: str | list[str] | None = None
+    split: str = "validation"
+    config: str | None = None
+    prompts: list[str | list[dict[str, str]]] = field(default_factory=list)
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, "every must be at least 1 step", self.every)
+        _require(self.max_new_tokens >= 1, "max_new_tokens must be at least 1", self.max_new_tokens)
+        _require(self.temperature >= 0, "temperature must be at least 0", self.temperature)
+        if self.source is None and not self.prompts:
+            raise ValueError("there is nothing to look at: give source, prompts, or both")
+        if len({type(prompt) for prompt in self.prompts}) > 1:
+            raise ValueError("prompts must be all texts or all lists of messages; these are of both kinds")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     """Train low-rank adapters (peft) on a frozen model. r: their rank; alpha: they count alpha ÷ r (÷ √r with rslora).
 
@@ -156,7 +182,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run. lora: None trains every parameter. recipe: what a step of training is."""
+    """A whole run. recipe: what a step is. lora: None trains every parameter. evaluation: None looks at nothing else."""
 
     model: ModelSettings
     data: DataSettings
@@ -164,6 +190,7 @@ class Settings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     lora: LoraSettings | None = None
+    evaluation: EvaluationSettings | None = None
     recipe: Annotated[Recipe, Discriminator("name")] = field(default_factory=SFT)
 
     def __post_init__(self) -> None:

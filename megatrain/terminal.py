@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -50,9 +51,38 @@ class Progress:
         self._bar.close()
 
 
+class _Told(logging.Handler):
+    """What the package logs, above the bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.INFO)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.say(record.getMessage())
+
+
 def train(settings: Settings, *, resume: bool = False) -> int:
     """Train to the end, or until Ctrl-C; returns the exit code."""
     progress = Progress(settings.run.steps)
+    with _logging_to(progress):
+        return _train(settings, progress, resume=resume)
+
+
+@contextmanager
+def _logging_to(progress: Progress) -> Iterator[None]:
+    told, log = _Told(progress), logging.getLogger("megatrain")
+    before = log.level
+    log.addHandler(told)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(told)
+        log.setLevel(before)
+
+
+def _train(settings: Settings, progress: Progress, *, resume: bool) -> int:
     run = make_run(settings, resume=resume, on_step=progress.step)
     try:
         run.start()

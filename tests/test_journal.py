@@ -26,7 +26,17 @@ from megatrain.folder import RunFolder
 from megatrain.journal import Journal, JournalReader, append
 from megatrain.journal import tail as tail_module
 from megatrain.report import RunInfo, RunState, Status
-from megatrain.trace import EvaluationRecord, LayerStats, Marker, Recorder, Records, SlotChange, Span, StepRecord
+from megatrain.trace import (
+    EvaluationRecord,
+    LayerStats,
+    Marker,
+    Recorder,
+    Records,
+    SampleRecord,
+    SlotChange,
+    Span,
+    StepRecord,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -71,10 +81,11 @@ def test_everything_recorded_can_be_read(tmp_path: Path) -> None:
         [step(1), step(2)],
         [LayerStats(1.0, 1, 0, 0.5, 0.25, 0.125)],
         [Marker(0.5, "prefetch_depth", 1, 2, 1, 3)],
-        [EvaluationRecord(1.5, 1, 2.5, 100)],
+        [EvaluationRecord(1.5, 1, 2.5, 100, {"rewards/accuracies": 0.5})],
+        [SampleRecord(1.5, 1, "why?", "because\nof ü")],
     )
     lists = (records.spans, records.slots, records.memory, records.steps, records.layers, records.markers)
-    for record in (*chain.from_iterable(lists), *records.evaluations):
+    for record in (*chain.from_iterable(lists), *records.evaluations, *records.samples):
         recorder.add(record)
     with journal(recorder, tmp_path) as writer, reader(tmp_path) as first:
         assert first.poll() == Records()
@@ -315,6 +326,7 @@ def test_polls_with_nothing_new_only_look(tmp_path: Path, monkeypatch: pytest.Mo
     recorder.add(memory_sample(0.0))
     recorder.add(Marker(0.0, "pause", None, None, 0, None))
     recorder.add(EvaluationRecord(0.0, 0, 2.5, 100))
+    recorder.add(SampleRecord(0.0, 0, "why?", "because"))
 
     def touched(*_: object) -> None:
         raise AssertionError("a file was opened or read, or the folder was listed")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatrain.folder import RunFolder
 from megatrain.journal.tail import EventTail, LineTail
-from megatrain.trace import EvaluationRecord, Marker, MemorySample, Records, StepRecord
+from megatrain.trace import EvaluationRecord, Marker, MemorySample, Records, SampleRecord, StepRecord
 
 
 class JournalReader:
@@ -54,13 +54,17 @@ class _Tails:
         self._memory = LineTail(folder.memory, MemorySample)
         self._markers = LineTail(folder.markers, Marker)
         self._evaluations = LineTail(folder.evaluations, EvaluationRecord)
+        self._samples = LineTail(folder.samples, SampleRecord)
+        self._tails = (self._events, self._steps, self._memory, self._markers, self._evaluations, self._samples)
 
     def read(self) -> Records:
         steps, memory = self._steps.read(), self._memory.read()
-        markers, evaluations = self._markers.read(), self._evaluations.read()
+        markers, evaluations, samples = self._markers.read(), self._evaluations.read(), self._samples.read()
         events = self._events.read()
-        return Records(events.spans, events.slots, memory, steps, events.layers, markers, evaluations, events.lost)
+        return Records(
+            *(events.spans, events.slots, memory, steps, events.layers, markers, evaluations, samples), events.lost
+        )
 
     def close(self) -> None:
-        for tail in (self._events, self._steps, self._memory, self._markers, self._evaluations):
+        for tail in self._tails:
             tail.close()

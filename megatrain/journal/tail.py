@@ -12,9 +12,18 @@ from typing import Generic, TypeVar
 from megatrain.folder import RunFolder
 from megatrain.journal.binary import RECORD_BYTES, VERSION, decode, decode_header
 from megatrain.plain import from_plain
-from megatrain.trace import EvaluationRecord, LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
+from megatrain.trace import (
+    EvaluationRecord,
+    LayerStats,
+    Marker,
+    MemorySample,
+    SampleRecord,
+    SlotChange,
+    Span,
+    StepRecord,
+)
 
-L = TypeVar("L", bound=MemorySample | StepRecord | Marker | EvaluationRecord)
+L = TypeVar("L", bound=MemorySample | StepRecord | Marker | EvaluationRecord | SampleRecord)
 
 
 class LineTail(Generic[L]):

@@ -12,7 +12,17 @@ from megatrain.folder import RunFolder
 from megatrain.journal.append import Lines, Segments
 from megatrain.journal.binary import RECORD_BYTES, encode, encode_lost
 from megatrain.plain import to_plain
-from megatrain.trace import EvaluationRecord, LayerStats, Marker, MemorySample, Recorder, SlotChange, Span, StepRecord
+from megatrain.trace import (
+    EvaluationRecord,
+    LayerStats,
+    Marker,
+    MemorySample,
+    Recorder,
+    SampleRecord,
+    SlotChange,
+    Span,
+    StepRecord,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +34,7 @@ class Journal:
     """Tails a recorder into its run's folder every `period_s`, from a daemon thread that starts at once.
 
     Spans, slot changes and layer statistics go to segments of `segment_records`, of which `keep_segments` are kept;
-    steps, memory samples, markers and evaluations to a file of JSON lines each.
+    steps, memory samples, markers, evaluations and answers to a file of JSON lines each.
 
     Note: when a disk is full. No failure here ends or slows training. The first one is kept in `error` and warned
     about once; writing is tried again every period, from the very byte where it stopped. Meanwhile records wait in
@@ -54,6 +64,7 @@ class Journal:
             MemorySample: Lines(files.memory),
             Marker: Lines(files.markers),
             EvaluationRecord: Lines(files.evaluations),
+            SampleRecord: Lines(files.samples),
         }
         self._files: list[Lines | Segments] = [self._events, *self._lines.values()]
         self._writing = threading.Lock()
@@ -142,7 +153,14 @@ def _require_positive(**values: float) -> None:
 def _without_records(folder: RunFolder) -> RunFolder:
     if not folder.path.is_dir():
         raise ValueError(f"a journal is kept in the folder of a run; {folder.path} is none: RunFolder.create makes it")
-    kept = [folder.metrics, folder.memory, folder.markers, folder.evaluations, *map(folder.segment, folder.segments())]
+    kept = [
+        folder.metrics,
+        folder.memory,
+        folder.markers,
+        folder.evaluations,
+        folder.samples,
+        *map(folder.segment, folder.segments()),
+    ]
     if held := [path.name for path in kept if path.exists()]:
         raise ValueError(
             f"{folder.path} holds the records of another run ({held[0]}, …): RunFolder.create moves them to earlier/"

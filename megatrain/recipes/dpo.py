@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from megatrain.data import TokenBatch
-from megatrain.engine import StepResult, StreamingEngine
+from megatrain.engine import Evaluation, StepResult, StreamingEngine
 from megatrain.recipes.common import Reads, pair_metrics, require
 
 IGNORED = -100
@@ -43,9 +43,7 @@ class DPO:
 
     def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
         """One optimizer step on pairs, all chosen answers first (`data.Pairs.batch`)."""
-        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
-        with engine.reference():
-            reference = engine.scores(batch).sum(1)
+        tokens, reference = answer_tokens(batch), self._reference(engine, batch)
         metrics: dict[str, float] = {}
 
         def objective(scores: torch.Tensor) -> torch.Tensor:
@@ -54,6 +52,22 @@ class DPO:
             return dpo_loss(ratios, tokens, self.beta, self.loss_type, self.label_smoothing)
 
         return engine.step(batch, objective, metrics=metrics)
+
+    def evaluate(self, engine: StreamingEngine, batch: TokenBatch) -> Evaluation:
+        """The same on pairs that are not trained on."""
+        ratios = engine.scores(batch).sum(1) - self._reference(engine, batch)
+        loss = dpo_loss(ratios, answer_tokens(batch), self.beta, self.loss_type, self.label_smoothing)
+        return Evaluation(float(loss), len(ratios) // 2, pair_metrics(self.beta * ratios))
+
+    def _reference(self, engine: StreamingEngine, batch: TokenBatch) -> torch.Tensor:
+        """How likely the answers were before training, (2 B,)."""
+        with engine.reference():
+            return engine.scores(batch).sum(1)
+
+
+def answer_tokens(batch: TokenBatch) -> torch.Tensor:
+    """How many tokens of each row are predicted, (2 B,)."""
+    return (batch["labels"][:, 1:] != IGNORED).sum(1)
 
 
 def dpo_loss(

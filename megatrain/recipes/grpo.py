@@ -5,13 +5,14 @@ Shao et al., 2024, arXiv:2402.03300. Functions say what answers are worth: f(pro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 
 from megatrain.data import PromptBatch
-from megatrain.engine import StepResult, StreamingEngine
+from megatrain.engine import Evaluation, StepResult, StreamingEngine
 from megatrain.recipes.common import Reads, require
 from megatrain.recipes.functions import load_function, total_rewards
 from megatrain.recipes.rollouts import Rollouts, generate
@@ -69,9 +70,18 @@ class GRPO:
 
     def step(self, engine: StreamingEngine, batch: PromptBatch) -> StepResult:
         """Let the prompts be answered, judge the answers, and take one optimizer step."""
-        functions = [load_function(where) for where in self.rewards]
         rollouts = self.answers(engine, batch)
-        return self.learn(engine, rollouts, total_rewards(functions, self.reward_weights, batch, rollouts))
+        return self.learn(engine, rollouts, self.judged(batch, rollouts))
+
+    def evaluate(self, engine: StreamingEngine, batch: PromptBatch) -> Evaluation:
+        """What answers to prompts are worth that are not trained on; there is no loss."""
+        rollouts = self.answers(engine, batch)
+        rewards = self.judged(batch, rollouts)
+        return Evaluation(math.nan, len(rewards), rollouts.metrics() | {"reward/mean": float(rewards.mean())})
+
+    def judged(self, batch: PromptBatch, rollouts: Rollouts) -> torch.Tensor:
+        """Return what each answer is worth."""
+        return total_rewards([load_function(where) for where in self.rewards], self.reward_weights, batch, rollouts)
 
     def answers(self, engine: StreamingEngine, batch: PromptBatch) -> Rollouts:
         """Return `num_generations` answers to each prompt, side by side."""

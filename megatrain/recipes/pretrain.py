@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatrain.data import TokenBatch
-from megatrain.engine import StepResult, StreamingEngine
+from megatrain.engine import Evaluation, StepResult, StreamingEngine
 from megatrain.recipes.common import Reads
 
 
@@ -22,3 +22,7 @@ class Pretrain:
     def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
         """One optimizer step, on the model's own loss."""
         return engine.step(batch)
+
+    def evaluate(self, engine: StreamingEngine, batch: TokenBatch) -> Evaluation:
+        """The same on data that is not trained on."""
+        return engine.evaluate(batch)

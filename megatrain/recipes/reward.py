@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from megatrain.data import TokenBatch
-from megatrain.engine import StepResult, StreamingEngine
+from megatrain.engine import Evaluation, StepResult, StreamingEngine
 from megatrain.recipes.common import Reads, pair_metrics, require
 
 
@@ -34,14 +34,30 @@ class Reward:
         """One optimizer step on pairs, all chosen answers first (`data.Pairs.batch`)."""
         metrics: dict[str, float] = {}
 
-        def objective(rewards: torch.Tensor) -> torch.Tensor:
-            if rewards.shape[1] != 1:
-                raise ValueError(f"a reward model has one output (num_labels=1); this one has {rewards.shape[1]}")
-            metrics.update(pair_metrics(rewards[:, 0].detach()))
-            return reward_loss(rewards[:, 0], self.center_rewards_coefficient)
+        def objective(scores: torch.Tensor) -> torch.Tensor:
+            rewards = only_column(scores)
+            metrics.update(pair_metrics(rewards.detach()))
+            return reward_loss(rewards, self.center_rewards_coefficient)
 
-        whole = {name: batch[name] for name in ("input_ids", "attention_mask")}  # judged as a whole: no labels
-        return engine.step(whole, objective, metrics=metrics)
+        return engine.step(without_labels(batch), objective, metrics=metrics)
+
+    def evaluate(self, engine: StreamingEngine, batch: TokenBatch) -> Evaluation:
+        """The same on pairs that are not trained on."""
+        rewards = only_column(engine.scores(without_labels(batch)))
+        loss = reward_loss(rewards, self.center_rewards_coefficient)
+        return Evaluation(float(loss), len(rewards) // 2, pair_metrics(rewards))
+
+
+def without_labels(batch: TokenBatch) -> TokenBatch:
+    """Pairs are judged as a whole."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def only_column(scores: torch.Tensor) -> torch.Tensor:
+    """Return rewards, (2 B,), of scores (2 B, 1); ValueError for a model with more outputs."""
+    if scores.shape[1] != 1:
+        raise ValueError(f"a reward model has one output (num_labels=1); this one has {scores.shape[1]}")
+    return scores[:, 0]
 
 
 def reward_loss(rewards: torch.Tensor, center: float = 0.0) -> torch.Tensor:

@@ -69,17 +69,16 @@ class Rollouts:
 def generate(
     engine: StreamingEngine, batch: PromptBatch, per_prompt: int, max_tokens: int, temperature: float, seed: int
 ) -> Rollouts:
-    """Draw `per_prompt` answers to each prompt from the model as it is, by Hugging Face's own `generate`."""
+    """Draw `per_prompt` answers to each prompt from the model as it is, by Hugging Face's own `generate`.
+
+    temperature: 0 takes the likeliest token each time.
+    """
     with engine.inference() as model, _seeded(model.device, seed):
         ends = end_tokens(model, batch)
         drawn = model.generate(
             input_ids=batch.input_ids.to(model.device),
             attention_mask=batch.attention_mask.to(model.device),
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,  # from the whole distribution, or the scores would be those of another one
-            top_p=1.0,
-            repetition_penalty=1.0,
+            **_drawing(temperature),
             max_new_tokens=max_tokens,
             num_return_sequences=per_prompt,
             eos_token_id=ends,
@@ -112,6 +111,14 @@ def _answer(ids: Sequence[int], ends: Sequence[int]) -> Answer:
         if token in ends:
             return Answer(list(ids[: position + 1]), ended=True)
     return Answer(list(ids), ended=False)
+
+
+def _drawing(temperature: float) -> dict[str, Any]:
+    if temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    # From the whole distribution, or the scores would be those of another one.
+    whole = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    return {"do_sample": True, "temperature": temperature, **whole}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from megatrain.config import SinkName
 from megatrain.control import StoppedError
 from megatrain.engine import StepResult, StreamingEngine
+from megatrain.run.evaluating import Evaluating
 from megatrain.run.saving import Saving
 from megatrain.run.schedules import LearningRate
 from megatrain.sinks import require_sinks
@@ -25,7 +26,7 @@ class Job:
     """What to train. engine, batches: the things themselves, or (for a process of its own) functions that make them.
 
     Each epoch iterates `batches` anew. step: trains on one of them, such as a recipe's. lr_schedule: None keeps the
-    optimizer's. save: leave the model in the folder.
+    optimizer's. save: leave the model in the folder. evaluating: what to look at besides.
     """
 
     engine: StreamingEngine | Callable[[], StreamingEngine]
@@ -35,6 +36,7 @@ class Job:
     lr_schedule: LearningRate | None = None
     save: bool = False
     saving: Saving = field(default_factory=Saving)
+    evaluating: Evaluating | None = None
     sinks: Sequence[SinkName] = ()
     h2d_bytes_per_s: float | None = None  # of the machine, measured; for whoever compares
     d2h_bytes_per_s: float | None = None

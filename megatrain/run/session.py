@@ -17,6 +17,7 @@ from megatrain.journal import Journal
 from megatrain.plain import to_plain
 from megatrain.remote import ControlServer
 from megatrain.report import RunInfo, RunState, Status
+from megatrain.run.evaluating import Evaluator
 from megatrain.run.loop import Batch, Job, OnStep, epochs, train
 from megatrain.run.saving import Saver
 from megatrain.sinks import Sinks
@@ -57,6 +58,7 @@ class Session:
         self._state = RunState.NEW
         self._saver: Saver | None = None
         self._sinks: Sinks | None = None
+        self._evaluator = None if job.evaluating is None else Evaluator(engine, job.evaluating, self._tell_sinks)
         if folder is None and (job.save or job.saving.every or job.saving.resume or job.sinks):
             raise ValueError("a model, checkpoints and sinks are left in the run's folder; give run_dir, too")
 
@@ -138,8 +140,12 @@ class Session:
         batches, done = epochs(self._batches), self.steps_done
         if self._saver is not None:
             batches = self._saver.remaining(batches)
+        if self._evaluator is not None and not done:
+            self._evaluator.after_step(done)
         train(self.engine, batches, self._job, self._after_step, done=done)
         self.engine.flush()
+        if self._evaluator is not None and not self.engine.control.stopping:
+            self._evaluator.at_end(self.steps_done)
         if self._saver is not None:
             self._saver.at_end(self.steps_done)
         if self.engine.control.stopping:
@@ -166,6 +172,12 @@ class Session:
         if self._sinks is not None:
             self._sinks.after_step(done)
         self._on_step(done, result)
+        if self._evaluator is not None:
+            self._evaluator.after_step(done)
+
+    def _tell_sinks(self, done: int, values: dict[str, float]) -> None:
+        if self._sinks is not None:
+            self._sinks.scalars(done, values)
 
     def _enter(self, state: RunState) -> None:
         self._state = state

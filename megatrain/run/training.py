@@ -11,6 +11,7 @@ from megatrain.config import SinkName
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.machine import Machine
 from megatrain.report import RunInfo, RunState, Status
+from megatrain.run.evaluating import Evaluating
 from megatrain.run.loop import Job, OnStep, Step
 from megatrain.run.processes import ProcessRunner
 from megatrain.run.saving import Saving
@@ -38,6 +39,7 @@ class TrainingRun:
     checkpoint_every: steps between complete states in the folder's `checkpoints`, written while training goes on, and
         one at the end; keep: which of them stay. resume: go on from the newest one, if there is one: the same bits as
         without the break, with the same model, batches and optimizer, whatever the buffer counts.
+    evaluating: held-out data and prompts, looked at every so many steps; evaluations.jsonl and samples.jsonl.
     sinks: where the curves go, too: "tensorboard" and "wandb", in folders of these names within the run's folder. One
         that fails is logged once and left alone; training goes on.
     machine: measured rates, for whoever compares with them.
@@ -58,12 +60,13 @@ class TrainingRun:
         checkpoint_every: int | None = None,
         keep: Keep | None = None,
         resume: bool = False,
+        evaluating: Evaluating | None = None,
         sinks: Sequence[SinkName] = (),
         machine: Machine | None = None,
     ) -> None:
         rates = {} if machine is None else machine.rates
         saving = Saving(checkpoint_every, keep or Keep(), resume)
-        job = Job(engine, batches, steps, step, lr_schedule, save, saving, sinks, **rates)
+        job = Job(engine, batches, steps, step, lr_schedule, save, saving, evaluating, sinks, **rates)
         self.steps = steps
         self.folder = Path(run_dir) if run_dir is not None else None
         apart = not isinstance(engine, StreamingEngine) if process is None else process

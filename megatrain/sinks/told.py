@@ -64,4 +64,5 @@ def scalars_of(record: StepRecord) -> dict[str, float]:
         "train/learning_rate": record.lr,
         "train/tokens_per_second": record.sequence_tokens / duration_s if duration_s > 0 else math.nan,
     }
+    values |= {f"train/{name}": value for name, value in record.metrics.items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}

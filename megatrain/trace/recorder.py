@@ -9,12 +9,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from megatrain.trace.records import EvaluationRecord, LayerStats, Marker, MemorySample, SlotChange, Span, StepRecord
+from megatrain.trace.records import (
+    EvaluationRecord,
+    LayerStats,
+    Marker,
+    MemorySample,
+    SampleRecord,
+    SlotChange,
+    Span,
+    StepRecord,
+)
 
-Record = Span | SlotChange | MemorySample | StepRecord | LayerStats | Marker | EvaluationRecord
-R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
+Record = Span | SlotChange | MemorySample | StepRecord | LayerStats | Marker | EvaluationRecord | SampleRecord
+R = TypeVar("R", Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord, SampleRecord)
 
-RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord)
+RECORD_TYPES = (Span, SlotChange, MemorySample, StepRecord, LayerStats, Marker, EvaluationRecord, SampleRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,7 @@ class Records:
     layers: list[LayerStats] = field(default_factory=list)
     markers: list[Marker] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    samples: list[SampleRecord] = field(default_factory=list)
     lost: int = 0
 
 
@@ -102,11 +112,14 @@ class Recorder:
     def evaluations(self) -> list[EvaluationRecord]:
         return self.since(EvaluationRecord, 0)[0]
 
+    def samples(self) -> list[SampleRecord]:
+        return self.since(SampleRecord, 0)[0]
+
     def snapshot(self) -> Records:
         """Return all that is kept; `lost` counts what the bound has dropped since the run began."""
         return Records(
             *(self.spans(), self.slots(), self.memory(), self.steps()),
-            *(self.layers(), self.markers(), self.evaluations()),
+            *(self.layers(), self.markers(), self.evaluations(), self.samples()),
             lost=sum(max(log.added - self.capacity, 0) for log in self._logs.values()),
         )
 

@@ -93,13 +93,25 @@ class StepRecord:
 class EvaluationRecord:
     """How well the model predicted data that it is not trained on, after a step.
 
-    loss: mean negative log-likelihood per predicted token. tokens: predicted tokens.
+    step: optimizer steps done before. loss: mean negative log-likelihood per predicted token, or what the recipe takes
+    for it. tokens: predicted tokens, or pairs, or answers. metrics: what else the recipe has to tell.
     """
 
     time_s: float
     step: int
     loss: float
     tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """What the model said to a prompt, after `step` optimizer steps."""
+
+    time_s: float
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
