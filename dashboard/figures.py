@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import Undefined
 
 from dashboard.axis import Window
-from dashboard.bars import NO_LAYER, Bars
+from dashboard.bars import Bars
 from dashboard.colours import (
     BLUE,
     GREEN,
@@ -36,9 +36,10 @@ from dashboard.colours import (
     WAIT_COLOURS,
     YELLOW,
 )
-from dashboard.columns import ROWS, Flag, Frame, make_frame
+from dashboard.columns import Flag, Frame, make_frame
 from dashboard.history import History
 from dashboard.layers import QUANTITIES, HeatMap
+from dashboard.pieces import NO_LAYER, ROWS
 from dashboard.places import (
     BOTTOM,
     BUFFERS,
