@@ -51,6 +51,10 @@ STYLE = (
     ".mt.answers{height:60px;overflow-y:auto;margin:0}"  # a new answer moves nothing below it
     ".mt .next{height:226px;overflow-y:auto}"  # however many operations, it is as high
     ".mt-controls .widget-readout{min-width:3ch;width:3ch;flex:0 0 auto}"  # what is left is for the slider itself
+    # Plotly paints text in one colour for light and dark: let it be the page's.
+    ".js-plotly-plot .infolayer text,.js-plotly-plot [class$=tick] text,.js-plotly-plot .textpoint text"
+    "{fill:currentColor!important}"
+    ".mt-pulse{margin-right:4px}"
     "</style>"
 )
 PREPARED = "Its model is made or loaded, and checked; until the first step begins nobody hears a wish."
@@ -103,7 +107,7 @@ def time_left(status: Status, info: RunInfo | None, steps: Sequence[StepRecord])
 
 
 def _memory_facts(memory: MemorySample) -> dict[str, str]:
-    facts = {"arena": size(memory.arena_bytes), "process": size(memory.host_rss_bytes)}
+    facts = {"device arena": size(memory.arena_bytes), "host process": size(memory.host_rss_bytes)}
     if memory.device_used_bytes is not None and memory.device_total_bytes is not None:
         facts["device"] = f"{size(memory.device_used_bytes)} of {size(memory.device_total_bytes)}"
     return facts
@@ -165,7 +169,7 @@ def _cell(layer: int, state: str) -> str:
 def _arenas(info: RunInfo | None) -> str:
     if info is None or not info.host_arenas:
         return ""
-    return f"<h3>Host memory by role</h3>{_facts({role: size(n) for role, n in info.host_arenas.items()})}"
+    return f"<h3>Host memory by role</h3>{_facts({role: size(n) for role, n in info.host_arenas.items() if n})}"
 
 
 # ---- the last step ----
