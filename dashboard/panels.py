@@ -41,7 +41,7 @@ STYLE = (
     ".mt .cells{display:flex;flex-wrap:wrap;gap:2px}.mt .cells li{width:22px;height:18px;font-size:10px;"
     "line-height:18px;text-align:center;border-radius:2px;background:var(--c);color:var(--i,inherit)}"
     ".mt .key i{display:inline-block;width:10px;height:10px;border-radius:2px;background:var(--c);margin:0 4px 0 10px}"
-    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt .facts span,.mt .facts b{display:block;white-space:nowrap}"
+    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt .facts span,.mt .facts b{display:block}.mt .facts span{white-space:nowrap}"
     ".mt .facts span{opacity:.75;font-size:12px}"
     ".mt .facts b{font-size:15px;font-weight:400;font-variant-numeric:tabular-nums}"
     ".mt table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
