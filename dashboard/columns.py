@@ -14,7 +14,7 @@ from dashboard.bars import LIMIT, Bars, Words, make_bars
 from dashboard.curves import Lines
 from dashboard.history import Buffer, History
 from dashboard.layers import HeatMap, LayerRow, heat_map
-from dashboard.pieces import KINDS, OPS, REMOVED, STATES, Noted, joined, pieces_of_waits
+from dashboard.pieces import KINDS, OPS, PAUSED, REMOVED, STATES, Noted, joined
 from dashboard.words import layer_name, marker_label, marker_words, milliseconds, span_words, state_word, wait_words
 from megatrain.report import RunInfo
 from megatrain.trace import Marker, SlotChange, SlotKind, Span, StepRecord, Wait
@@ -73,7 +73,7 @@ def make_frame(
     info, planned_bytes: what limits are drawn from. rows: of the heat map, by default those of the newest step.
     """
     axis = Axis(window, history.held(window))
-    bars = lane_bars(history.work(window), history.waits(window), axis, most_bars, follow)
+    bars = lane_bars(history.work(window), history.waited(window), axis, most_bars, follow)
     buffers, names = buffer_bars(history.states(window), axis, most_segments, follow)
     sample = history.newest_memory
     return Frame(
@@ -111,12 +111,12 @@ def limits_of(info: RunInfo | None, planned_bytes: int) -> dict[str, float]:
 
 
 def lane_bars(
-    spans: Noted[Span], waits: Iterable[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
+    spans: Noted[Span], waits: Noted[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
 ) -> Bars:
     """Return bars of spans, and of the seconds in which compute waited, in the row of compute; rows are ROWS."""
-    waited = [wait for wait in waits if wait.cause != "paused"]  # no time passes meanwhile
-    records: list[Span | Wait] = [*spans.records, *waited]
-    pieces = joined([spans.pieces, pieces_of_waits(waited)])
+    shown = waits.where(waits.pieces["kind"] != PAUSED)
+    records: list[Span | Wait] = [*spans.records, *shown.records]
+    pieces = joined([spans.pieces, shown.pieces])
     return make_bars(pieces, axis, KINDS, lambda number: _describe(records[number]), limit, follow)
 
 
@@ -191,12 +191,12 @@ def buffer_segments(changes: Noted[SlotChange], window: Window) -> Noted[SlotCha
     pieces = changes.pieces
     differs = np.ones(len(pieces), np.bool_)
     differs[1:] = (np.diff(pieces["kind"]) != 0) | (np.diff(pieces["layer"]) != 0)
-    numbers = np.flatnonzero(differs)
-    segments = pieces[numbers]
+    records, segments = changes.where(differs)
+    segments = segments.copy()
     segments["end_s"] = np.minimum(np.append(segments["start_s"][1:], window.end_s), window.end_s)
     segments["start_s"] = np.maximum(segments["start_s"], window.start_s)
     kept = (segments["end_s"] > segments["start_s"]) & (segments["kind"] != REMOVED)
-    return Noted([changes.records[number] for number in numbers[kept].tolist()], segments[kept])
+    return Noted(records, segments).where(kept)
 
 
 @lru_cache(REMEMBERED)

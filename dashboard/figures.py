@@ -330,11 +330,11 @@ _LEGEND = {  # number of the annotation that is the first line of a plot's legen
 
 def _span(figure: go.Figure, drawn: Values, frame: Frame, *, whole: bool) -> Values:
     """The time that is to be seen; nothing where somebody has zoomed in and wants to stay there."""
-    axis = figure.layout.xaxis
-    zoomed = axis.range is not None and drawn.get("xaxis.range") not in (None, list(axis.range))
-    if zoomed and not axis.autorange and not whole:
+    shown, autorange = figure.layout.xaxis.range, figure.layout.xaxis.autorange
+    zoomed = shown is not None and drawn.get("xaxis.range") not in (None, list(shown))
+    if zoomed and not autorange and not whole:
         return {}
-    if zoomed or axis.autorange:  # by a double click, for one
+    if zoomed or autorange:  # by a double click, for one
         drawn.pop("xaxis.range", None)
         drawn.pop("xaxis.autorange", None)
     return {"xaxis.range": [0, frame.width_ms], "xaxis.autorange": False}

@@ -16,7 +16,7 @@ from dashboard.curves import Curve, Lines, largest, mean
 from dashboard.gradients import GradientWay, HostGradient
 from dashboard.layers import LayerRow, rows_of_step
 from dashboard.log import Log
-from dashboard.pieces import COMPUTE, Noted, pieces_of_changes, pieces_of_spans
+from dashboard.pieces import COMPUTE, Noted, joined, pieces_of_changes, pieces_of_spans, pieces_of_waits
 from megatrain.trace import (
     HELD,
     LayerStats,
@@ -77,7 +77,7 @@ class History:
         self._memory = Curve(MEMORY_COLUMNS, largest)
         self._curve = Curve(STEP_COLUMNS, mean)
         self._metrics: dict[int, StepMetrics] = {}
-        self._waits: dict[int, list[Wait]] = {}
+        self._waits: dict[int, Noted[Wait]] = {}
         self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
         self._tail: tuple[float, list[Wait]] = (math.nan, [])  # waits of the step that runs, from where on
         self._news_s = math.inf  # the start of the earliest span that came after those were found
@@ -158,7 +158,7 @@ class History:
         self._rows.pop(record.step, None)
         spans = self._spans.between(record.start_s, record.end_s).records
         self._metrics[record.step] = step_metrics(spans, record, self.peak_flops_per_s, self._held)
-        self._waits[record.step] = compute_waits(spans, record.start_s, record.end_s, self._held)
+        self._waits[record.step] = _noted(compute_waits(spans, record.start_s, record.end_s, self._held))
 
     def _row(self, record: StepRecord) -> list[float]:
         seconds = record.end_s - record.start_s
@@ -264,10 +264,14 @@ class History:
 
     def waits(self, window: Window) -> list[Wait]:
         """Seconds of the window without compute, between its first and its last."""
+        return list(self.waited(window).records)
+
+    def waited(self, window: Window) -> Noted[Wait]:
+        """The same, with their pieces."""
         pieces = self.work(window).pieces
         compute = pieces[pieces["row"] == COMPUTE]
         if not len(compute):
-            return []
+            return _noted([])
         start_s = max(window.start_s, float(compute["start_s"][0]))
         end_s = min(window.end_s, float(compute["end_s"].max()))
         known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
@@ -275,7 +279,8 @@ class History:
         between = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
         found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part, self._held)]
         found += self._tail_waits(between[-1]) if between else []
-        return found + [wait for record in known for wait in self._waits[record.step]]
+        parts = [_noted(found), *(self._waits[record.step] for record in known)]
+        return Noted([wait for part in parts for wait in part.records], joined(part.pieces for part in parts))
 
     def _tail_waits(self, part: Window) -> list[Wait]:
         """Waits of the step that runs: those before the earliest news stay as they were found."""
@@ -326,6 +331,10 @@ def window_of(history: History, last_step: int | None, steps: int) -> Window:
     None = the live end: up to the last thing recorded; a step that still runs is one of them.
     """
     return history.window(last_step, steps)
+
+
+def _noted(waits: list[Wait]) -> Noted[Wait]:
+    return Noted(waits, pieces_of_waits(waits))
 
 
 def _interval(marker: Marker) -> Interval:

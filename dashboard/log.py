@@ -57,10 +57,7 @@ class Log(Generic[R]):
         """Those that touch this time."""
         first = bisect_right(self._latest, start_s, hi=len(self.items))
         found = self._cut(first, bisect_left(self.starts_s, end_s))
-        kept = np.flatnonzero(found.pieces["end_s"] > start_s)
-        if len(kept) == len(found.records):
-            return found
-        return Noted([found.records[index] for index in kept.tolist()], found.pieces[kept])
+        return found.where(found.pieces["end_s"] > start_s)
 
     def reaching(self, window: Window) -> Noted[R]:
         """Those that start in the window, and the last before it."""

@@ -22,6 +22,7 @@ ROWS = ("h2d", "compute", "d2h", "host")
 COMPUTE = ROWS.index("compute")
 OPS, CAUSES, STATES = tuple(OP_COLOURS), tuple(WAIT_COLOURS), tuple(STATE_COLOURS)
 KINDS = (*OPS, *(f"wait: {cause}" for cause in CAUSES))  # of bars in the timeline, by number
+PAUSED = len(KINDS)  # the kind of a wait that is not drawn, since no time passes meanwhile
 REMOVED = len(STATES)  # the kind of a change after which there is no buffer
 
 PIECE = np.dtype([("start_s", "f8"), ("end_s", "f8"), ("row", "i8"), ("kind", "i8"), ("layer", "i8")])
@@ -29,7 +30,7 @@ Pieces = npt.NDArray[np.void]  # of PIECE
 
 _ROW = {lane: row for row, lane in enumerate(ROWS)}
 _OP = {op: kind for kind, op in enumerate(OPS)}
-_CAUSE = {cause: len(OPS) + kind for kind, cause in enumerate(CAUSES)}
+_CAUSE = {cause: len(OPS) + kind for kind, cause in enumerate(CAUSES)} | {"paused": PAUSED}
 _STATE = {state: kind for kind, state in enumerate(STATES)} | {"removed": REMOVED}
 
 
@@ -38,6 +39,13 @@ class Noted(NamedTuple, Generic[R]):
 
     records: Sequence[R]
     pieces: Pieces
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Noted[R]:
+        """Only those for which the mask is true."""
+        kept = np.flatnonzero(mask)
+        if len(kept) == len(mask):
+            return self
+        return Noted([self.records[index] for index in kept.tolist()], self.pieces[kept])
 
 
 def pieces_of(rows: Iterable[tuple[float, float, int, int, int]]) -> Pieces:

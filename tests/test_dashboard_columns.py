@@ -20,7 +20,17 @@ from dashboard.columns import (
     step_flags,
 )
 from dashboard.history import Buffer, History
-from dashboard.pieces import CAUSES, NO_LAYER, OPS, ROWS, STATES, Noted, pieces_of_changes, pieces_of_spans
+from dashboard.pieces import (
+    CAUSES,
+    NO_LAYER,
+    OPS,
+    ROWS,
+    STATES,
+    Noted,
+    pieces_of_changes,
+    pieces_of_spans,
+    pieces_of_waits,
+)
 from megatrain.report import RunInfo
 from megatrain.trace import Marker, Records, SlotChange, Span, StepRecord, Wait
 
@@ -29,6 +39,9 @@ INFO = RunInfo("m", 6, 9, 1, 0.0, "cpu", 1, 1, 1, {}, 64 * 10**9, 8 * 10**9)
 
 def change(time_s: float, slot: int, state: str, layer: int | None = None, kind: str = "weights") -> SlotChange:
     return SlotChange(time_s, kind, slot, state, layer, 0)  # type: ignore[arg-type]
+
+
+NO_WAITS: Noted[Wait] = Noted([], pieces_of_waits([]))
 
 
 def noted(*spans: Span) -> Noted[Span]:
@@ -68,7 +81,7 @@ def test_nothing_to_draw() -> None:
 
 def test_one_span() -> None:
     load = Span("h2d", "load", 7, 3, None, 1, 10.25, 10.5, 5_000_000_000)
-    bars = lane_bars(noted(load), [], Axis(Window(10.0, 11.0)))
+    bars = lane_bars(noted(load), NO_WAITS, Axis(Window(10.0, 11.0)))
     assert (bars.start_ms, bars.duration_ms, bars.row, bars.count) == ([250], [250], [ROWS.index("h2d")], [1])
     assert (bars.label, bars.layer, ops(bars)) == (["3"], [3], ["load"])
     assert bars.hover == ["<b>load</b>, layer 3, step 7<br>buffer 1<br>5 GB at 20 GB/s<br>250 ms"]
@@ -76,7 +89,7 @@ def test_one_span() -> None:
 
 def test_a_span_of_the_shell_and_a_micro_batch() -> None:
     head = Span("compute", "head", 7, None, 2, None, 0.0, 1.5, 0)
-    bars = lane_bars(noted(head), [], Axis(Window(0.0, 2.0)))
+    bars = lane_bars(noted(head), NO_WAITS, Axis(Window(0.0, 2.0)))
     assert (bars.label, bars.layer) == (["emb/head"], [NO_LAYER])
     assert bars.hover == ["<b>head</b>, shell (embeddings, norm, head), step 7<br>micro-batch 2<br>1.50 s"]
 
@@ -220,4 +233,6 @@ def test_a_gpu_is_known_by_its_memory() -> None:
 
 
 def test_a_wait_of_the_shell_has_no_layer() -> None:
-    assert lane_bars(noted(), [Wait(0, 1, "other", None)], Axis(Window(0, 1))).layer.tolist() == [NO_LAYER]
+    waits = [Wait(0, 1, "other", None), Wait(1, 2, "paused", None)]
+    drawn = lane_bars(noted(), Noted(waits, pieces_of_waits(waits)), Axis(Window(0, 2)))
+    assert drawn.layer.tolist() == [NO_LAYER]
