@@ -113,6 +113,8 @@ def run_to(notebook: NotebookPage, board: DashboardPage, layer: int, phase: str)
     board.enter("layer", layer)
     board.page.locator(".mt-controls select").first.select_option(phase)
     board.press("Run to")
+    reached = f"✓ run to the {phase} of layer {layer}"  # it may have been held there before, too
+    board.until(lambda: board.answers()[0].startswith(reached), "it took effect")
     board.until(lambda: board.fact("at") == f"{phase} of layer {layer}", "it is held there")
     board.until(lambda: f"{phase} of layer {layer}" in board.held(), "the place is shown")
 
