@@ -22,6 +22,7 @@ from dashboard.answers import Answers
 from dashboard.controls import Controls
 from dashboard.drawing import Drawing
 from dashboard.history import History
+from dashboard.names import Names
 from dashboard.pace import Due, Pace
 from dashboard.page import write_page
 from dashboard.pulse import Pulse
@@ -102,6 +103,7 @@ class Dashboard:
                 drawing.summary,
                 controls.table,
                 drawing.layers,
+                Names(),
             ]
         )
 

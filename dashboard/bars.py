@@ -15,20 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dashboard.axis import Axis
+from dashboard.pieces import NO_LAYER, Pieces
 
 Column = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-T = TypeVar("T")
 
 LIMIT = 1000
-NO_LAYER = -1  # of the shell, of free buffers, and of bars that stand for several layers
 
 
 class Words(NamedTuple):
@@ -39,51 +38,24 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces(Generic[T]):
-    """What went on from start to end, one element each, in any order.
+class _Placed:
+    """Pieces in order of time, in seconds of the drawing; `number` is the place of each among those given."""
 
-    kind: number of what is drawn alike (and merged, within one row). layer: NO_LAYER for what belongs to none.
-    """
-
+    number: npt.NDArray[np.intp]
     start_s: Floats
     end_s: Floats
     row: Ints
     kind: Ints
     layer: Ints
-    records: Sequence[T]
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[float, float, int, int, int, T]]) -> Pieces[T]:
-        """rows: start, end, row, kind, layer and record of each."""
-        starts, ends, places, kinds, layers, records = zip(*rows, strict=True) if rows else ((),) * 6
-        return cls(
-            np.array(starts, np.float64),
-            np.array(ends, np.float64),
-            np.array(places, np.int64),
-            np.array(kinds, np.int64),
-            np.array(layers, np.int64),
-            records,
-        )
-
-    def on(self, axis: Axis) -> Pieces[T]:
-        """The same in seconds of the drawing, without what went on only while no time passed there."""
-        start_s, end_s = axis.seconds(self.start_s), axis.seconds(self.end_s)
-        kept = np.flatnonzero((end_s > start_s) | (self.end_s == self.start_s))
-        return self._chosen(kept, start_s, end_s)
-
-    def ordered(self) -> Pieces[T]:
-        """The same in order of time."""
-        return self._chosen(np.argsort(self.start_s, kind="stable"), self.start_s, self.end_s)
-
-    def _chosen(self, indices: npt.NDArray[np.intp], start_s: Floats, end_s: Floats) -> Pieces[T]:
-        return Pieces(
-            start_s[indices],
-            end_s[indices],
-            self.row[indices],
-            self.kind[indices],
-            self.layer[indices],
-            [self.records[index] for index in indices.tolist()],
-        )
+    def on(cls, axis: Axis, pieces: Pieces) -> _Placed:
+        """Without what went on only while no time passed on the axis."""
+        start_s, end_s = axis.seconds(pieces["start_s"]), axis.seconds(pieces["end_s"])
+        kept = np.flatnonzero((end_s > start_s) | (pieces["end_s"] == pieces["start_s"]))
+        order = kept[np.argsort(start_s[kept], kind="stable")]
+        row, kind, layer = (pieces[name][order] for name in ("row", "kind", "layer"))
+        return cls(order, start_s[order], end_s[order], row, kind, layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,63 +90,62 @@ class Bars:
 
 
 def make_bars(
-    pieces: Pieces[T],
+    pieces: Pieces,
     axis: Axis,
     names: Sequence[str],
-    describe: Callable[[T], Words],
+    describe: Callable[[int], Words],
     limit: int = LIMIT,
     follow: int | None = None,
 ) -> Bars:
     """Return bars in order of time; no more than `limit` in all (or one per kind and row).
 
     axis: the time of the drawing. names: of the kinds. follow: a layer to keep apart from others.
-    describe: called only for records that get a bar of their own, since text is what costs time.
+    describe: called with the numbers of those pieces that get a bar of their own, since text is what costs time.
     """
-    pieces = pieces.on(axis).ordered()
-    part, group = _places(pieces, limit, follow)
+    placed = _Placed.on(axis, pieces)
+    part, group = _places(placed, limit, follow)
     _, first, cluster, count = np.unique(
         part * (group.max(initial=0) + 1) + group, return_index=True, return_inverse=True, return_counts=True
     )
-    start_s, length_s = _extents(pieces, first, cluster)
+    start_s, length_s = _extents(placed, first, cluster)
     if len(first) < len(cluster):
-        start_s = _side_by_side(start_s, length_s, pieces.row[first], part[first])
+        start_s = _side_by_side(start_s, length_s, placed.row[first], part[first])
     words = [
-        describe(pieces.records[index]) if records == 1 else _summary(records, names[kind], seconds)
-        for index, records, kind, seconds in zip(
-            first.tolist(), count.tolist(), pieces.kind[first].tolist(), length_s.tolist(), strict=True
+        describe(number) if records == 1 else _summary(records, names[kind], seconds)
+        for number, records, kind, seconds in zip(
+            placed.number[first].tolist(), count.tolist(), placed.kind[first].tolist(), length_s.tolist(), strict=True
         )
     ]
     return Bars(
         start_ms=(start_s * 1e3).astype(np.float32),
         duration_ms=(length_s * 1e3).astype(np.float32),
-        row=pieces.row[first].astype(np.float32),
-        kind=pieces.kind[first].astype(np.float32),
-        layer=_common_layer(pieces, first, cluster),
+        row=placed.row[first].astype(np.float32),
+        kind=placed.kind[first].astype(np.float32),
+        layer=_common_layer(placed, first, cluster),
         count=count,
         label=[word.label for word in words],
         hover=[word.hover for word in words],
     )
 
 
-def _places(ordered: Pieces[T], limit: int, follow: int | None) -> tuple[Ints, Ints]:
+def _places(placed: _Placed, limit: int, follow: int | None) -> tuple[Ints, Ints]:
     """Return the part of the time in which each piece starts, and the number of what it may be merged with there.
 
     Each piece has a part of its own where all may be drawn.
     """
-    total = len(ordered.records)
+    total = len(placed.number)
     if total <= limit:
         return np.arange(total), np.zeros(total, np.int64)
-    followed = ordered.layer == (NO_LAYER - 1 if follow is None else follow)
-    rows, kinds = ordered.row.max() + 1, ordered.kind.max() + 1
-    group = (followed * rows + ordered.row) * kinds + ordered.kind
-    groups = int(group.max()) + 1
-    halvings, parts = 0, 1 << (limit.bit_length() - 1)
-    part = _cut(ordered.start_s, parts)
-    used = np.unique(part * groups + group)
-    while len(used) > limit and parts >> halvings > 1:
-        halvings += 1
-        used = np.unique((used // groups >> 1) * groups + used % groups)
-    return part >> halvings, group
+    followed = placed.layer == (NO_LAYER - 1 if follow is None else follow)
+    rows, kinds = placed.row.max() + 1, placed.kind.max() + 1
+    group = (followed * rows + placed.row) * kinds + placed.kind
+    groups, parts = int(group.max()) + 1, 1 << (limit.bit_length() - 1)
+    part = _cut(placed.start_s, parts)
+    used: npt.NDArray[np.bool_] = np.zeros((parts, groups), np.bool_)
+    used[part, group] = True
+    while np.count_nonzero(used) > limit and len(used) > 1:
+        used = np.logical_or(used[::2], used[1::2])
+    return part * len(used) // parts, group
 
 
 def _cut(starts_s: Floats, parts: int) -> Ints:
@@ -184,29 +155,30 @@ def _cut(starts_s: Floats, parts: int) -> Ints:
     return part
 
 
-def _extents(ordered: Pieces[T], first: Ints, cluster: Ints) -> tuple[Floats, Floats]:
-    start_s = ordered.start_s[first]
-    together_s = np.bincount(cluster, ordered.end_s - ordered.start_s, minlength=len(first))
+def _extents(placed: _Placed, first: Ints, cluster: Ints) -> tuple[Floats, Floats]:
+    start_s = placed.start_s[first]
+    together_s = np.bincount(cluster, placed.end_s - placed.start_s, minlength=len(first))
     last_end_s = np.full(len(first), -np.inf)
-    np.maximum.at(last_end_s, cluster, ordered.end_s)
+    np.maximum.at(last_end_s, cluster, placed.end_s)
     return start_s, np.minimum(together_s, last_end_s - start_s)
 
 
 def _side_by_side(start_s: Floats, length_s: Floats, row: Ints, part: Ints) -> Floats:
     """Move bars that begin in the same part of a row behind one another."""
-    moved = start_s.copy()
-    ends: dict[tuple[int, int], float] = {}
-    lengths, places = length_s.tolist(), list(zip(row.tolist(), part.tolist(), strict=True))
-    for index in np.argsort(start_s, kind="stable").tolist():
-        moved[index] = max(moved[index], ends.get(places[index], -np.inf))
-        ends[places[index]] = moved[index] + lengths[index]
+    order = np.lexsort((start_s, part, row))
+    shared = (np.diff(row[order]) == 0) & (np.diff(part[order]) == 0)  # with the bar before
+    starts, lengths = start_s[order].tolist(), length_s[order].tolist()
+    for index in (np.flatnonzero(shared) + 1).tolist():
+        starts[index] = max(starts[index], starts[index - 1] + lengths[index - 1])
+    moved = np.empty_like(start_s)
+    moved[order] = starts
     return moved
 
 
-def _common_layer(ordered: Pieces[T], first: Ints, cluster: Ints) -> Ints:
+def _common_layer(placed: _Placed, first: Ints, cluster: Ints) -> Ints:
     """The layer of each bar; NO_LAYER where it stands for several."""
-    layer = ordered.layer[first]
-    mixed = np.bincount(cluster, ordered.layer != layer[cluster], minlength=len(first)) > 0
+    layer = placed.layer[first]
+    mixed = np.bincount(cluster, placed.layer != layer[cluster], minlength=len(first)) > 0
     return np.where(mixed, NO_LAYER, layer)
 
 

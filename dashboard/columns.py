@@ -7,32 +7,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
 
+import numpy as np
+
 from dashboard.axis import Axis, Window
-from dashboard.bars import LIMIT, NO_LAYER, Bars, Pieces, Words, make_bars
-from dashboard.colours import OP_COLOURS, STATE_COLOURS, WAIT_COLOURS
+from dashboard.bars import LIMIT, Bars, Words, make_bars
 from dashboard.curves import Lines
-from dashboard.history import History
+from dashboard.history import Buffer, History
 from dashboard.layers import HeatMap, LayerRow, heat_map
+from dashboard.pieces import KINDS, OPS, PAUSED, REMOVED, STATES, Noted, joined
 from dashboard.words import layer_name, marker_label, marker_words, milliseconds, span_words, state_word, wait_words
 from megatrain.report import RunInfo
 from megatrain.trace import Marker, SlotChange, SlotKind, Span, StepRecord, Wait
 
-ROWS = ("h2d", "compute", "d2h", "host")
-OPS, CAUSES, STATES = tuple(OP_COLOURS), tuple(WAIT_COLOURS), tuple(STATE_COLOURS)
-KINDS = (*OPS, *(f"wait: {cause}" for cause in CAUSES))  # of bars in the timeline, by number
 CROWDED = 0.09  # of the width: markers nearer than this share one flag
 REMEMBERED = 20_000  # texts of records kept, since a record is drawn many times
 
 LIVE_BARS, LIVE_SEGMENTS = 400, 150  # limits with which an update stays within milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A device buffer in one state, from one change to the next."""
-
-    change: SlotChange
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +73,8 @@ def make_frame(
     info, planned_bytes: what limits are drawn from. rows: of the heat map, by default those of the newest step.
     """
     axis = Axis(window, history.held(window))
-    bars = lane_bars(history.spans(window), history.waits(window), axis, most_bars, follow)
-    buffers, names = buffer_bars(history.changes(window), axis, most_segments, follow)
+    bars = lane_bars(history.work(window), history.waited(window), axis, most_bars, follow)
+    buffers, names = buffer_bars(history.states(window), axis, most_segments, follow)
     sample = history.newest_memory
     return Frame(
         width_ms=axis.width_ms,
@@ -121,29 +111,13 @@ def limits_of(info: RunInfo | None, planned_bytes: int) -> dict[str, float]:
 
 
 def lane_bars(
-    spans: Iterable[Span], waits: Iterable[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
+    spans: Noted[Span], waits: Noted[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
 ) -> Bars:
     """Return bars of spans, and of the seconds in which compute waited, in the row of compute; rows are ROWS."""
-    rows: list[tuple[float, float, int, int, int, Span | Wait]] = [
-        (span.start_s, span.end_s, _ROW[span.lane], _OP[span.op], _layer(span.layer), span) for span in spans
-    ]
-    rows += [
-        (wait.start_s, wait.end_s, _ROW["compute"], _CAUSE[wait.cause], _layer(wait.layer), wait)
-        for wait in waits
-        if wait.cause != "paused"  # no time passes meanwhile
-    ]
-    return make_bars(Pieces.of(rows), axis, KINDS, _describe, limit, follow)
-
-
-_ROW = {lane: row for row, lane in enumerate(ROWS)}
-_OP = {op: kind for kind, op in enumerate(OPS)}
-_CAUSE = {cause: len(OPS) + kind for kind, cause in enumerate(CAUSES)}
-_STATE = {state: kind for kind, state in enumerate(STATES)}
-_KIND = {kind: number for number, kind in enumerate(get_args(SlotKind))}
-
-
-def _layer(layer: int | None) -> int:
-    return NO_LAYER if layer is None else layer
+    shown = waits.where(waits.pieces["kind"] != PAUSED)
+    records: list[Span | Wait] = [*spans.records, *shown.records]
+    pieces = joined([spans.pieces, shown.pieces])
+    return make_bars(pieces, axis, KINDS, lambda number: _describe(records[number]), limit, follow)
 
 
 @lru_cache(REMEMBERED)
@@ -190,53 +164,44 @@ def _flag(markers: list[Marker], axis: Axis) -> Flag:
 
 
 def buffer_bars(
-    changes: Iterable[SlotChange], axis: Axis, limit: int = LIMIT, follow: int | None = None
+    changes: dict[Buffer, Noted[SlotChange]], axis: Axis, limit: int = LIMIT, follow: int | None = None
 ) -> tuple[Bars, list[str]]:
-    """Return the bars of the device buffers that exist in the window, and the names of their rows."""
-    segments = buffer_segments(changes, axis.window)
-    buffers = sorted({_buffer(segment.change) for segment in segments})
-    row = {buffer: number for number, buffer in enumerate(buffers)}
-    rows = [
-        (s.start_s, s.end_s, row[_buffer(s.change)], _STATE[s.change.state], _layer(s.change.layer), s)
-        for s in segments
-    ]
-    names = [f"{get_args(SlotKind)[kind]} {slot}" for kind, slot in buffers]
+    """Return the bars of the device buffers that exist in the window, and the names of their rows.
+
+    changes: of each buffer, in order of time.
+    """
+    found = {buffer: buffer_segments(its, axis.window) for buffer, its in sorted(changes.items())}
+    found = {buffer: segments for buffer, segments in found.items() if segments.records}
+    for row, segments in enumerate(found.values()):
+        segments.pieces["row"] = row
+    records = [change for segments in found.values() for change in segments.records]
+    pieces = joined(segments.pieces for segments in found.values())
+    seconds = (pieces["end_s"] - pieces["start_s"]).tolist()
+    names = [f"{get_args(SlotKind)[kind]} {slot}" for kind, slot in found]
     words = [state_word(state) for state in STATES]
-    return make_bars(Pieces.of(rows), axis, words, _describe_segment, limit, follow), names
+    bars = make_bars(pieces, axis, words, lambda n: _describe_state(records[n], seconds[n]), limit, follow)
+    return bars, names
 
 
-def buffer_segments(changes: Iterable[SlotChange], window: Window) -> list[Segment]:
-    """Return who held which buffer when, cut to the window; a state lasts until the buffer's next change.
+def buffer_segments(changes: Noted[SlotChange], window: Window) -> Noted[SlotChange]:
+    """Return when a buffer was in which state, cut to the window; a state lasts until the buffer's next change.
 
     A removed buffer is not drawn, a change that lasted no time is not either, and one that changed nothing goes on.
     """
-    segments: list[Segment] = []
-    current: dict[tuple[int, int], SlotChange] = {}
-    for change in sorted(changes, key=lambda change: change.time_s):
-        buffer = _buffer(change)
-        before = current.get(buffer)
-        if before is None:
-            current[buffer] = change
-        elif before.state != change.state or before.layer != change.layer:
-            segments += _cut(before, change.time_s, window)
-            current[buffer] = change
-    return segments + [segment for change in current.values() for segment in _cut(change, window.end_s, window)]
-
-
-def _cut(change: SlotChange, end_s: float, window: Window) -> list[Segment]:
-    """The part of a state that lies in the window: none or one."""
-    start_s, end_s = max(change.time_s, window.start_s), min(end_s, window.end_s)
-    return [Segment(change, start_s, end_s)] if end_s > start_s and change.state != "removed" else []
-
-
-def _buffer(change: SlotChange) -> tuple[int, int]:
-    return _KIND[change.kind], change.slot
+    pieces = changes.pieces
+    differs = np.ones(len(pieces), np.bool_)
+    differs[1:] = (np.diff(pieces["kind"]) != 0) | (np.diff(pieces["layer"]) != 0)
+    records, segments = changes.where(differs)
+    segments = segments.copy()
+    segments["end_s"] = np.minimum(np.append(segments["start_s"][1:], window.end_s), window.end_s)
+    segments["start_s"] = np.maximum(segments["start_s"], window.start_s)
+    kept = (segments["end_s"] > segments["start_s"]) & (segments["kind"] != REMOVED)
+    return Noted(records, segments).where(kept)
 
 
 @lru_cache(REMEMBERED)
-def _describe_segment(segment: Segment) -> Words:
-    change = segment.change
+def _describe_state(change: SlotChange, seconds: float) -> Words:
     holder = "" if change.layer is None else f"<br>{layer_name(change.layer)}"
     hover = f"<b>{change.kind} buffer {change.slot}: {state_word(change.state)}</b>{holder}"
     label = "" if change.layer is None else str(change.layer)
-    return Words(label, f"{hover}<br>{milliseconds(segment.end_s - segment.start_s)}")
+    return Words(label, f"{hover}<br>{milliseconds(seconds)}")

@@ -18,13 +18,14 @@ from typing import Any
 import ipywidgets as widgets
 
 from dashboard.answers import Answers
+from dashboard.layers import QUANTITIES
 from dashboard.subshells import hear_while_busy
 from dashboard.view import View
 from megatrain.report import Status
 from megatrain.steering import Knobs, Steering, Wish
 
 DEEPEST, MOST_BUFFERS, MOST_RESIDENT, LAST_LAYER = 8, 8, 512, 9999
-LAYER_COLUMNS = ("layer", "forward", "backward", "bytes", "grad_norm", "weight_norm", "output_rms")
+LAYER_COLUMNS = [("layer", "layer"), *((words, field) for field, words in QUANTITIES.items())]
 
 
 class Controls:
@@ -51,17 +52,24 @@ class Controls:
         self._shown_rows: int | None = None
         self.prefetch_depth = _slider("prefetch depth", 0, DEEPEST, 1, "Layers loaded ahead; 1 is double buffering")
         self.grad_buffers = _slider("gradient buffers", 1, MOST_BUFFERS, 2, "Device buffers for a layer's gradient")
-        self.resident_layers = _number("resident", 0, MOST_RESIDENT, 0, "Further layers kept on the device", 125)
+        self.resident_layers = _number("resident layers", 0, MOST_RESIDENT, 0, "Further layers kept on the device", 165)
         self.micro_batch = _number("micro-batch", 1, 4096, 1, "Sequences per layer visit, from the next step on", 145)
         self.layer = _number("layer", 0, LAST_LAYER, 0, "Where to run to", 100)
         self.phase = widgets.Dropdown(
             options=["either way", "forward", "backward"],
-            layout=_wide("105px"),
+            description="pass",
             tooltip="In which pass to hold",
+            style={"description_width": "initial"},
+            layout=_wide("140px"),
         )
         self.follow = _number("follow layer", -1, LAST_LAYER, -1, "Fade all other layers; −1 follows none", 145)
         self.steps = _slider("steps shown", 1, 3, view.steps, "How many steps the timeline shows", 190)
-        self.sort_by = widgets.Dropdown(options=LAYER_COLUMNS, description="sort by", layout=_wide("200px"))
+        self.sort_by = widgets.Dropdown(
+            options=LAYER_COLUMNS,
+            description="sort by",
+            style={"description_width": "initial"},
+            layout=_wide("190px"),
+        )
         self.descending = widgets.Checkbox(description="largest first", indent=False, layout=_wide("auto"))
         self._bind()
         self.run = self._run_row()
@@ -193,7 +201,7 @@ class Controls:
     def _look(self) -> None:
         follow = self.follow.value
         self._view.follow = follow if follow >= 0 else None
-        self._view.steps = self.steps.value
+        self._view.show(self.steps.value)
         self._view.sort_by, self._view.descending = self.sort_by.value, self.descending.value
 
     def follow_layer(self, layer: int | None) -> None:
@@ -207,7 +215,7 @@ class Controls:
         self._view.later(self._newest())
 
     def _live(self) -> None:
-        self._view.last_step = None
+        self._view.now()
 
 
 def _button(text: str, icon: str, tooltip: str, act: Callable[[], None]) -> Any:

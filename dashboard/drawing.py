@@ -28,6 +28,7 @@ class Drawing:
     def __init__(self, view: View, on_layer: Callable[[int | None], None], clock: Callable[[], float]) -> None:
         self._view, self._on_layer, self._clock = view, on_layer, clock
         self._frame: Frame | None = None
+        self._looks = view.looks
         self.figure = LiveFigure()
         self.style, self.headline, self.advice, self.answers = (widgets.HTML() for _ in range(4))
         self.held, self.buffers, self.summary, self.layers = (widgets.HTML() for _ in range(4))
@@ -72,7 +73,8 @@ class Drawing:
             rows=rows,
         )
         with self.figure.writing:
-            update_figure(self.figure, self._frame)
+            update_figure(self.figure, self._frame, whole=self._view.looks != self._looks)
+        self._looks = self._view.looks
 
     def _draw_held(self, status: Status, history: History) -> None:
         if status.held is not None:

@@ -11,6 +11,7 @@ Backgrounds are transparent, so that a page or notebook may be light or dark.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import Undefined
 
 from dashboard.axis import Window
-from dashboard.bars import NO_LAYER, Bars
+from dashboard.bars import Bars
 from dashboard.colours import (
     BLUE,
     GREEN,
@@ -36,9 +37,10 @@ from dashboard.colours import (
     WAIT_COLOURS,
     YELLOW,
 )
-from dashboard.columns import ROWS, Flag, Frame, make_frame
+from dashboard.columns import Flag, Frame, make_frame
 from dashboard.history import History
 from dashboard.layers import QUANTITIES, HeatMap
+from dashboard.pieces import NO_LAYER, ROWS
 from dashboard.places import (
     BOTTOM,
     BUFFERS,
@@ -52,6 +54,7 @@ from dashboard.places import (
     LINK,
     LOSS,
     NO_GPU_TITLE,
+    NO_MFU_TITLE,
     NORM,
     PLACES,
     RIGHT,
@@ -150,22 +153,26 @@ def build_figure() -> go.Figure:
     return go.Figure([*bars, _heat_trace(), *texts, *lines, *curves], _layout())
 
 
-def update_figure(figure: go.Figure, frame: Frame) -> None:
-    """Bring the figure to show `frame`; a FigureWidget sends the browser what changed, in one message."""
+def update_figure(figure: go.Figure, frame: Frame, *, whole: bool = False) -> None:
+    """Bring the figure to show `frame`; a FigureWidget sends the browser what changed, in one message.
+
+    whole: show all of the frame's time, also where somebody has zoomed in; else a zoom stays.
+    """
     drawn: dict[int, Values] = figure.__dict__.setdefault("_drawn", {})  # what this function last put in
     wanted = _wanted(frame)
     changed = {trace: _changes(drawn.setdefault(trace, {}), values) for trace, values in wanted.items()}
     changed = {trace: values for trace, values in changed.items() if values}
-    relayout = _changes(drawn.setdefault(-1, {}), _axes(frame))
+    relayout = _changes(drawn.setdefault(-1, {}), _axes(frame) | _span(figure, drawn[-1], frame, whole=whole))
     names = {name for values in changed.values() for name in values}
     restyle = {name: [values.get(name, Undefined) for values in changed.values()] for name in sorted(names)}
     if restyle or relayout:
-        figure.plotly_update(restyle, relayout, list(changed) if changed else [0])
+        kept = deepcopy(relayout)  # plotly writes a zoom into the very list that it was given
+        figure.plotly_update(restyle, kept, list(changed) if changed else [0])
 
 
 def forget(figure: go.Figure) -> None:
     """Empty the figure, so that the next update sends everything: a page that was reloaded starts with none of it."""
-    update_figure(figure, make_frame(History(), Window(0.0, 0.0)))
+    update_figure(figure, make_frame(History(), Window(0.0, 0.0)), whole=True)
 
 
 def layer_at(frame: Frame, trace_index: int, point_index: int | Sequence[int]) -> int | None:
@@ -294,15 +301,43 @@ def _axes(frame: Frame) -> Values:
     per_step = frame.per_step.x
     steps = max(1, round(float(per_step[-1] - per_step[0]) / 6)) if len(per_step) else 1
     return {
-        "xaxis.range": [0, frame.width_ms],
         "yaxis2.range": [max(rows, 1) - 0.5, -0.5],
         "yaxis2.tickvals": list(range(rows)),
         "yaxis2.ticktext": [name + GAP for name in frame.buffer_names],
         "xaxis3.range": [layers[0] - 0.5, layers[-1] + 0.5] if layers else [-0.5, 0.5],
         **{f"xaxis{plot}.dtick": steps for plot in _PER_STEP},  # x counts steps: no ticks between them
-        f"yaxis{FLOPS_RIGHT}.visible": bool((frame.per_step.y["MFU"] > 0).any()),
-        f"annotations[{DEVICE - 1}].text": PLACES[DEVICE].title if frame.has_gpu else NO_GPU_TITLE,
+        **_words(frame),
     }
+
+
+def _words(frame: Frame) -> Values:
+    """Titles and legends say no more than there is to see."""
+    mfu = bool((frame.per_step.y["MFU"] > 0).any())
+    wanted: Values = {f"yaxis{FLOPS_RIGHT}.visible": mfu}
+    for plot, known, title in ((DEVICE, frame.has_gpu, NO_GPU_TITLE), (FLOPS, mfu, NO_MFU_TITLE)):
+        place = PLACES[plot]
+        (legend,) = place.legend
+        wanted[f"annotations[{plot - 1}].text"] = place.title if known else title
+        wanted[f"annotations[{_LEGEND[plot]}].text"] = legend_text(legend if known else legend[:1], place.glyph)
+    return wanted
+
+
+_LEGEND = {  # number of the annotation that is the first line of a plot's legend: titles come before all legends
+    plot: len(PLACES) + sum(len(place.legend) for place in [*PLACES.values()][:before])
+    for before, plot in enumerate(PLACES)
+}
+
+
+def _span(figure: go.Figure, drawn: Values, frame: Frame, *, whole: bool) -> Values:
+    """The time that is to be seen; nothing where somebody has zoomed in and wants to stay there."""
+    shown, autorange = figure.layout.xaxis.range, figure.layout.xaxis.autorange
+    zoomed = shown is not None and drawn.get("xaxis.range") not in (None, list(shown))
+    if zoomed and not autorange and not whole:
+        return {}
+    if zoomed or autorange:  # by a double click, for one
+        drawn.pop("xaxis.range", None)
+        drawn.pop("xaxis.autorange", None)
+    return {"xaxis.range": [0, frame.width_ms], "xaxis.autorange": False}
 
 
 # ---- empty traces ----
@@ -443,6 +478,8 @@ def _named_rows(layout: go.Layout) -> go.Layout:
     )
     layout.yaxis3.showgrid = layout.xaxis3.showgrid = False
     layout.xaxis2.matches = "x"
+    layout.yaxis.fixedrange = layout.yaxis2.fixedrange = True  # zooming is choosing a stretch of time
+    layout[_axis("x", DEVICE)].ticksuffix = layout[_axis("x", HOST)].ticksuffix = " s"
     for plot in (LINK, DEVICE, HOST, TOKENS, FLOPS, NORM, WAITED):
         layout[_axis("y", plot)].rangemode = "tozero"
     layout[_axis("y", HIDDEN)].range = [0, 104]

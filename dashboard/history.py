@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from statistics import median
 from typing import get_args
 
@@ -16,6 +15,8 @@ from dashboard.axis import Interval, Window
 from dashboard.curves import Curve, Lines, largest, mean
 from dashboard.gradients import GradientWay, HostGradient
 from dashboard.layers import LayerRow, rows_of_step
+from dashboard.log import Log
+from dashboard.pieces import COMPUTE, Noted, joined, pieces_of_changes, pieces_of_spans, pieces_of_waits
 from megatrain.trace import (
     HELD,
     LayerStats,
@@ -68,15 +69,15 @@ class History:
         self._held: list[Interval] = []
         self.newest_memory: MemorySample | None = None
         self.lost = 0
-        self._spans = _Spans(SPANS)
-        self._changes: dict[Buffer, _Changes] = {}
+        self._spans: Log[Span] = Log(SPANS, pieces_of_spans)
+        self._changes: dict[Buffer, Log[SlotChange]] = {}
         self._gradients = GradientWay()
         self._layers: dict[int, dict[int, LayerStats]] = {}  # by step and layer
         self._loads: dict[int, int] = {}  # bytes of the newest load of each layer
         self._memory = Curve(MEMORY_COLUMNS, largest)
         self._curve = Curve(STEP_COLUMNS, mean)
         self._metrics: dict[int, StepMetrics] = {}
-        self._waits: dict[int, list[Wait]] = {}
+        self._waits: dict[int, Noted[Wait]] = {}
         self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
         self._tail: tuple[float, list[Wait]] = (math.nan, [])  # waits of the step that runs, from where on
         self._news_s = math.inf  # the start of the earliest span that came after those were found
@@ -94,8 +95,7 @@ class History:
         self._loads |= {
             span.layer: span.nbytes for span in records.spans if span.op == "load" and span.layer is not None
         }
-        for change in sorted(records.slots, key=lambda change: change.time_s):
-            self._changes.setdefault(_buffer(change), _Changes(CHANGES)).add(change)
+        self._add_changes(records.slots)
         held = [_interval(marker) for marker in records.markers if marker.name == HELD]
         self._held = sorted([*self._held, *held])[-MARKERS:]
         for marker in (marker for marker in records.markers if marker.name != HELD):
@@ -107,6 +107,13 @@ class History:
         earliest_s = min((span.start_s for span in records.spans), default=math.inf)
         self._news_s = min(self._news_s, earliest_s - CLOCK_SLACK_S)
         self._measure(earliest_s)
+
+    def _add_changes(self, changes: Iterable[SlotChange]) -> None:
+        by_buffer: dict[Buffer, list[SlotChange]] = {}
+        for change in changes:
+            by_buffer.setdefault(_buffer(change), []).append(change)
+        for buffer, its in by_buffer.items():
+            self._changes.setdefault(buffer, Log(CHANGES, pieces_of_changes)).add(its)
 
     def _add_memory(self, samples: Sequence[MemorySample]) -> None:
         if samples:
@@ -146,12 +153,12 @@ class History:
             del self._rows[step]
 
     def _measure_step(self, record: StepRecord) -> None:
-        if record.start_s < self._spans.complete_since_s(self.lost) or record.end_s <= record.start_s:
+        if record.start_s < self._complete_since_s or record.end_s <= record.start_s:
             return
         self._rows.pop(record.step, None)
-        spans = self._spans.between(record.start_s, record.end_s)
+        spans = self._spans.between(record.start_s, record.end_s).records
         self._metrics[record.step] = step_metrics(spans, record, self.peak_flops_per_s, self._held)
-        self._waits[record.step] = compute_waits(spans, record.start_s, record.end_s, self._held)
+        self._waits[record.step] = _noted(compute_waits(spans, record.start_s, record.end_s, self._held))
 
     def _row(self, record: StepRecord) -> list[float]:
         seconds = record.end_s - record.start_s
@@ -195,7 +202,9 @@ class History:
         if record is None:
             return ()
         if record.step not in self._rows:
-            spans = [span for span in self._spans.between(record.start_s, record.end_s) if span.step == record.step]
+            spans = [
+                span for span in self._spans.between(record.start_s, record.end_s).records if span.step == record.step
+            ]
             stats = self._layers.get(record.step, {}).values()
             self._rows[record.step] = rows_of_step(spans, stats, self._loads)
         return self._rows[record.step]
@@ -218,10 +227,22 @@ class History:
 
     def _live_window(self, steps: int) -> Window:
         newest = self.steps[-1].step if self.steps else -1
-        running_s = self._spans.first_after(newest, self.steps[-1].start_s if self.steps else -math.inf)
+        running_s = self._first_after(newest, self.steps[-1].start_s if self.steps else -math.inf)
         shown = self.steps[-steps:] if running_s is None else self.steps[max(0, len(self.steps) - steps + 1) :]
         starts = [record.start_s for record in shown[:1]] or [running_s if running_s is not None else 0.0]
         return Window(starts[0], max(self.newest_s, starts[0]))
+
+    def _first_after(self, step: int, start_s: float) -> float | None:
+        """The start of the first span, from `start_s` on, of a step later than `step`."""
+        spans = self._spans.items
+        later = range(bisect_left(self._spans.starts_s, start_s), len(spans))
+        return next((spans[index].start_s for index in later if spans[index].step > step), None)
+
+    @property
+    def _complete_since_s(self) -> float:
+        """From when on all spans are there."""
+        spans = self._spans
+        return spans.items[0].start_s if spans.items and (self.lost or spans.dropped) else -math.inf
 
     @property
     def span_count(self) -> int:
@@ -233,23 +254,33 @@ class History:
         """The end of what is newest."""
         return max(self._spans.newest_s, self.steps[-1].end_s if self.steps else 0.0)
 
-    def spans(self, window: Window) -> list[Span]:
-        """Those that touch the window, in order of their start."""
+    def work(self, window: Window) -> Noted[Span]:
+        """Spans that touch the window, in order of their start."""
         return self._spans.between(*window)
+
+    def spans(self, window: Window) -> list[Span]:
+        """The same, without their pieces."""
+        return list(self.work(window).records)
 
     def waits(self, window: Window) -> list[Wait]:
         """Seconds of the window without compute, between its first and its last."""
-        compute = [span for span in self.spans(window) if span.lane == "compute"]
-        if not compute:
-            return []
-        start_s = max(window.start_s, compute[0].start_s)
-        end_s = min(window.end_s, max(span.end_s for span in compute))
+        return list(self.waited(window).records)
+
+    def waited(self, window: Window) -> Noted[Wait]:
+        """The same, with their pieces."""
+        pieces = self.work(window).pieces
+        compute = pieces[pieces["row"] == COMPUTE]
+        if not len(compute):
+            return _noted([])
+        start_s = max(window.start_s, float(compute["start_s"][0]))
+        end_s = min(window.end_s, float(compute["end_s"].max()))
         known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
         edges = [start_s, *(edge for record in known for edge in (record.start_s, record.end_s)), end_s]
         between = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
         found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part, self._held)]
         found += self._tail_waits(between[-1]) if between else []
-        return found + [wait for record in known for wait in self._waits[record.step]]
+        parts = [_noted(found), *(self._waits[record.step] for record in known)]
+        return Noted([wait for part in parts for wait in part.records], joined(part.pieces for part in parts))
 
     def _tail_waits(self, part: Window) -> list[Wait]:
         """Waits of the step that runs: those before the earliest news stay as they were found."""
@@ -271,7 +302,11 @@ class History:
 
     def changes(self, window: Window) -> list[SlotChange]:
         """Changes of device buffers inside the window, and of each buffer the last before it."""
-        return [change for buffer in sorted(self._changes) for change in self._changes[buffer].reaching(window)]
+        return [change for _, noted in sorted(self.states(window).items()) for change in noted.records]
+
+    def states(self, window: Window) -> dict[Buffer, Noted[SlotChange]]:
+        """The same, by buffer, in order of time."""
+        return {buffer: log.reaching(window) for buffer, log in self._changes.items()}
 
     def buffers(self) -> list[SlotChange]:
         """The newest change of every device buffer that there is: weights slots first."""
@@ -298,78 +333,13 @@ def window_of(history: History, last_step: int | None, steps: int) -> Window:
     return history.window(last_step, steps)
 
 
-class _Spans:
-    """Sorted by start; the oldest are dropped, a quarter at a time."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._dropped = False
-        self.items: list[Span] = []
-        self._starts: list[float] = []
-        self._ends: list[float] = []  # the latest end up to each
-
-    def add(self, spans: Iterable[Span]) -> None:
-        new = sorted(spans, key=_start)
-        if not new:
-            return
-        at = bisect_right(self._starts, new[0].start_s)
-        tail = sorted(self.items[at:] + new, key=_start)
-        latest = self._ends[at - 1] if at else -math.inf
-        self.items[at:] = tail
-        self._starts[at:] = map(_start, tail)
-        self._ends[at:] = list(accumulate((span.end_s for span in tail), max, initial=latest))[1:]
-        if len(self.items) > self._capacity:
-            for column in (self.items, self._starts, self._ends):
-                del column[: len(column) - self._capacity * 3 // 4]
-            self._dropped = True
-
-    @property
-    def newest_s(self) -> float:
-        return self._ends[-1] if self._ends else 0.0
-
-    def complete_since_s(self, lost: int) -> float:
-        """From when on all spans are there."""
-        return self._starts[0] if self._starts and (lost or self._dropped) else -math.inf
-
-    def between(self, start_s: float, end_s: float) -> list[Span]:
-        first, last = bisect_right(self._ends, start_s), bisect_left(self._starts, end_s)
-        return [span for span in self.items[first:last] if span.end_s > start_s]
-
-    def first_after(self, step: int, start_s: float) -> float | None:
-        """The start of the first span, from `start_s` on, of a step later than `step`."""
-        for index in range(bisect_left(self._starts, start_s), len(self.items)):
-            if self.items[index].step > step:
-                return self._starts[index]
-        return None
-
-
-class _Changes:
-    """The states of one device buffer, sorted by time; the oldest are dropped, a quarter at a time."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.items: list[SlotChange] = []
-        self._times: list[float] = []
-
-    def add(self, change: SlotChange) -> None:
-        at = bisect_right(self._times, change.time_s)
-        self._times.insert(at, change.time_s)
-        self.items.insert(at, change)
-        if len(self.items) > self._capacity:
-            del self.items[: self._capacity // 4], self._times[: self._capacity // 4]
-
-    def reaching(self, window: Window) -> list[SlotChange]:
-        first = max(0, bisect_right(self._times, window.start_s) - 1)
-        return self.items[first : bisect_left(self._times, window.end_s)]
+def _noted(waits: list[Wait]) -> Noted[Wait]:
+    return Noted(waits, pieces_of_waits(waits))
 
 
 def _interval(marker: Marker) -> Interval:
     """A marker of a hold says, as old and new value, from when to when."""
     return float(str(marker.old)), float(str(marker.new))
-
-
-def _start(span: Span) -> float:
-    return span.start_s
 
 
 def _buffer(change: SlotChange) -> Buffer:

@@ -17,6 +17,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     def __init__(self) -> None:
         self._writing = threading.RLock()
         super().__init__(build_figure())
+        self._config = {"doubleClick": "autosize"}  # plotly's own way back leads to where the axes were at first
         hear_while_busy(self)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ STYLE = (
     ".mt .cells{display:flex;flex-wrap:wrap;gap:2px}.mt .cells li{width:22px;height:18px;font-size:10px;"
     "line-height:18px;text-align:center;border-radius:2px;background:var(--c);color:var(--i,inherit)}"
     ".mt .key i{display:inline-block;width:10px;height:10px;border-radius:2px;background:var(--c);margin:0 4px 0 10px}"
-    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt .facts span,.mt .facts b{display:block;white-space:nowrap}"
-    ".mt .facts span{opacity:.75;font-size:12px}"
+    ".mt .facts{display:flex;flex-wrap:wrap;gap:4px 22px}.mt .facts span,.mt .facts b{display:block}"
+    ".mt .facts span{opacity:.75;font-size:12px;white-space:nowrap}"
     ".mt .facts b{font-size:15px;font-weight:400;font-variant-numeric:tabular-nums}"
     ".mt table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     ".mt th,.mt td{padding:2px 10px;text-align:right;border-bottom:1px solid rgba(128,128,128,.3);white-space:nowrap}"
@@ -51,6 +51,10 @@ STYLE = (
     ".mt.answers{height:60px;overflow-y:auto;margin:0}"  # a new answer moves nothing below it
     ".mt .next{height:226px;overflow-y:auto}"  # however many operations, it is as high
     ".mt-controls .widget-readout{min-width:3ch;width:3ch;flex:0 0 auto}"  # what is left is for the slider itself
+    # Plotly paints text in one colour for light and dark: let it be the page's.
+    ".js-plotly-plot .infolayer text,.js-plotly-plot [class$=tick] text,.js-plotly-plot .textpoint text"
+    "{fill:currentColor!important}"
+    ".mt-pulse{margin-right:4px}"
     "</style>"
 )
 PREPARED = "Its model is made or loaded, and checked; until the first step begins nobody hears a wish."
@@ -103,7 +107,7 @@ def time_left(status: Status, info: RunInfo | None, steps: Sequence[StepRecord])
 
 
 def _memory_facts(memory: MemorySample) -> dict[str, str]:
-    facts = {"arena": size(memory.arena_bytes), "process": size(memory.host_rss_bytes)}
+    facts = {"device arena": size(memory.arena_bytes), "host process": size(memory.host_rss_bytes)}
     if memory.device_used_bytes is not None and memory.device_total_bytes is not None:
         facts["device"] = f"{size(memory.device_used_bytes)} of {size(memory.device_total_bytes)}"
     return facts
@@ -165,7 +169,7 @@ def _cell(layer: int, state: str) -> str:
 def _arenas(info: RunInfo | None) -> str:
     if info is None or not info.host_arenas:
         return ""
-    return f"<h3>Host memory by role</h3>{_facts({role: size(n) for role, n in info.host_arenas.items()})}"
+    return f"<h3>Host memory by role</h3>{_facts({role: size(n) for role, n in info.host_arenas.items() if n})}"
 
 
 # ---- the last step ----

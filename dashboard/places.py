@@ -85,7 +85,8 @@ PLACES = {
     FLOPS: _narrow(2, 2, "Model TFLOP/s and MFU", ("TFLOP/s", BLUE), ("MFU %, right", ORANGE)),
 }
 WIDE = (TIMELINE, BUFFERS, LAYERS)
-NO_GPU_TITLE = "Arena (GB; NVML has no GPU here)"
+NO_GPU_TITLE = "Device arena (GB; dashed: plan)"
+NO_MFU_TITLE = "Model TFLOP/s"
 
 
 def legend_text(entries: Legend, glyph: str) -> str:

@@ -33,6 +33,7 @@ class Pulse(anywidget.AnyWidget):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        self.add_class("mt-pulse")
         self._turns: dict[str, int] = {}
         self._watching: set[str] = set()
         self.on_msg(self._heard)

@@ -58,5 +58,7 @@ def test_a_drawing_leaves_out_what_was_held() -> None:
 def test_a_bar_that_began_before_a_hold_is_shorter_by_it() -> None:
     load = Span("h2d", "load", 0, 1, None, 0, 0.5, 3.0, 8)
     axis = Axis(Window(0.0, 3.0), [(1.0, 2.0)])
-    assert lane_bars([load], [], axis).duration_ms == pytest.approx([1500])
+    history = History(Records(spans=[load]))
+    bars = lane_bars(history.work(axis.window), history.waited(axis.window), axis)
+    assert bars.duration_ms == pytest.approx([1500])
     assert marker_flags([Marker(2.5, "prefetch_depth", 1, 2, 0, 0)], axis)[0].time_ms == 1500

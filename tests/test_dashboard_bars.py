@@ -4,16 +4,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dashboard.axis import Axis, Window
-from dashboard.bars import NO_LAYER, Bars, Pieces, Words, make_bars
+from dashboard.bars import Bars, Words, make_bars
+from dashboard.pieces import NO_LAYER, Pieces, pieces_of
 
 NAMES = ("a", "b", "c")
 Part = tuple[float, float, int, int, int]  # start, length, row, kind, layer
 
 
-def pieces(parts: list[Part]) -> Pieces[int]:
-    return Pieces.of(
-        [(start, start + length, row, kind, layer, n) for n, (start, length, row, kind, layer) in enumerate(parts)]
-    )
+def pieces(parts: list[Part]) -> Pieces:
+    return pieces_of((start, start + length, row, kind, layer) for start, length, row, kind, layer in parts)
 
 
 def bars(parts: list[Part], limit: int, follow: int | None = None, origin_s: float = 0.0) -> Bars:

@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 from traced_run import TracedRun, memory_sample
 
 from dashboard.axis import Axis, Window
-from dashboard.bars import NO_LAYER, Bars
+from dashboard.bars import Bars
 from dashboard.columns import (
-    CAUSES,
-    OPS,
-    ROWS,
-    STATES,
     buffer_bars,
     buffer_segments,
     lane_bars,
@@ -23,7 +19,18 @@ from dashboard.columns import (
     marker_flags,
     step_flags,
 )
-from dashboard.history import History
+from dashboard.history import Buffer, History
+from dashboard.pieces import (
+    CAUSES,
+    NO_LAYER,
+    OPS,
+    ROWS,
+    STATES,
+    Noted,
+    pieces_of_changes,
+    pieces_of_spans,
+    pieces_of_waits,
+)
 from megatrain.report import RunInfo
 from megatrain.trace import Marker, Records, SlotChange, Span, StepRecord, Wait
 
@@ -32,6 +39,25 @@ INFO = RunInfo("m", 6, 9, 1, 0.0, "cpu", 1, 1, 1, {}, 64 * 10**9, 8 * 10**9)
 
 def change(time_s: float, slot: int, state: str, layer: int | None = None, kind: str = "weights") -> SlotChange:
     return SlotChange(time_s, kind, slot, state, layer, 0)  # type: ignore[arg-type]
+
+
+NO_WAITS: Noted[Wait] = Noted([], pieces_of_waits([]))
+
+
+def noted(*spans: Span) -> Noted[Span]:
+    return Noted(spans, pieces_of_spans(spans))
+
+
+def by_buffer(*changes: SlotChange) -> dict[Buffer, Noted[SlotChange]]:
+    return History(Records(slots=list(changes))).states(Window(-1, 99))
+
+
+def segments_of(changes: list[SlotChange], window: Window) -> list[tuple[str, float, float]]:
+    """Of one buffer: state, start and end."""
+    in_order = sorted(changes, key=lambda change: change.time_s)
+    found = buffer_segments(Noted(in_order, pieces_of_changes(in_order)), window)
+    pairs = zip(found.records, found.pieces, strict=True)
+    return [(change.state, float(piece["start_s"]), float(piece["end_s"])) for change, piece in pairs]
 
 
 def step(number: int) -> StepRecord:
@@ -55,7 +81,7 @@ def test_nothing_to_draw() -> None:
 
 def test_one_span() -> None:
     load = Span("h2d", "load", 7, 3, None, 1, 10.25, 10.5, 5_000_000_000)
-    bars = lane_bars([load], [], Axis(Window(10.0, 11.0)))
+    bars = lane_bars(noted(load), NO_WAITS, Axis(Window(10.0, 11.0)))
     assert (bars.start_ms, bars.duration_ms, bars.row, bars.count) == ([250], [250], [ROWS.index("h2d")], [1])
     assert (bars.label, bars.layer, ops(bars)) == (["3"], [3], ["load"])
     assert bars.hover == ["<b>load</b>, layer 3, step 7<br>buffer 1<br>5 GB at 20 GB/s<br>250 ms"]
@@ -63,7 +89,7 @@ def test_one_span() -> None:
 
 def test_a_span_of_the_shell_and_a_micro_batch() -> None:
     head = Span("compute", "head", 7, None, 2, None, 0.0, 1.5, 0)
-    bars = lane_bars([head], [], Axis(Window(0.0, 2.0)))
+    bars = lane_bars(noted(head), NO_WAITS, Axis(Window(0.0, 2.0)))
     assert (bars.label, bars.layer) == (["emb/head"], [NO_LAYER])
     assert bars.hover == ["<b>head</b>, shell (embeddings, norm, head), step 7<br>micro-batch 2<br>1.50 s"]
 
@@ -101,8 +127,7 @@ def test_a_followed_layer_keeps_bars_of_its_own() -> None:
 
 def test_a_state_lasts_until_the_next_change_and_is_cut_to_the_window() -> None:
     changes = [change(4, 0, "in_use", 3), change(0, 0, "loading", 3), change(6, 0, "free")]
-    segments = buffer_segments(changes, Window(1, 10))
-    assert [(s.change.state, s.start_s, s.end_s) for s in segments] == [
+    assert segments_of(changes, Window(1, 10)) == [
         ("loading", 1, 4),
         ("in_use", 4, 6),
         ("free", 6, 10),
@@ -110,22 +135,22 @@ def test_a_state_lasts_until_the_next_change_and_is_cut_to_the_window() -> None:
 
 
 def test_a_removed_buffer_is_not_drawn() -> None:
-    bars, names = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Axis(Window(0, 9)))
+    bars, names = buffer_bars(by_buffer(change(0, 2, "ready", 1), change(1, 2, "removed")), Axis(Window(0, 9)))
     assert (states(bars), names) == (["ready"], ["weights 2"])
     assert bars.duration_ms == [1000]
-    gone_before = buffer_bars([change(0, 2, "ready", 1), change(1, 2, "removed")], Axis(Window(5, 9)))
+    gone_before = buffer_bars(by_buffer(change(0, 2, "ready", 1), change(1, 2, "removed")), Axis(Window(5, 9)))
     assert (len(gone_before[0]), gone_before[1]) == (0, [])
 
 
 def test_a_change_that_changes_nothing_goes_on() -> None:
     changes = [change(0, 0, "in_use", 1), change(1, 0, "in_use", 1), change(2, 0, "in_use", 2)]
-    bars, _ = buffer_bars(changes, Axis(Window(0, 3)))
+    bars, _ = buffer_bars(by_buffer(*changes), Axis(Window(0, 3)))
     assert (bars.duration_ms.tolist(), bars.label) == ([2000, 1000], ["1", "2"])
 
 
 def test_rows_are_weights_and_then_gradients_by_number() -> None:
     changes = [change(0, 1, "free", kind="gradients"), change(0, 1, "ready", 5), change(0, 0, "loading", 6)]
-    bars, names = buffer_bars(changes, Axis(Window(0, 1)))
+    bars, names = buffer_bars(by_buffer(*changes), Axis(Window(0, 1)))
     assert names == ["weights 0", "weights 1", "gradients 1"]
     assert dict(zip(states(bars), bars.row.tolist(), strict=True)) == {"loading": 0, "ready": 1, "free": 2}
     assert "<b>weights buffer 1: loaded, not in use</b><br>layer 5<br>1.00 s" in bars.hover
@@ -134,9 +159,8 @@ def test_rows_are_weights_and_then_gradients_by_number() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.sampled_from(["free", "ready"])), max_size=30))
 def test_segments_of_a_buffer_follow_each_other_without_gaps(rows: list[tuple[int, int, str]]) -> None:
-    segments = buffer_segments([change(*row) for row in rows], Window(0, 10))
     for slot in {slot for _, slot, _ in rows}:
-        own = sorted((s.start_s, s.end_s) for s in segments if s.change.slot == slot)
+        own = [edges for _, *edges in segments_of([change(*row) for row in rows if row[1] == slot], Window(0, 10))]
         first_s = min(time_s for time_s, other, _ in rows if other == slot)
         assert [start for start, _ in own] == [first_s, *(end for _, end in own[:-1])]
         assert own[-1][1] == 10
@@ -209,4 +233,6 @@ def test_a_gpu_is_known_by_its_memory() -> None:
 
 
 def test_a_wait_of_the_shell_has_no_layer() -> None:
-    assert lane_bars([], [Wait(0, 1, "other", None)], Axis(Window(0, 1))).layer.tolist() == [NO_LAYER]
+    waits = [Wait(0, 1, "other", None), Wait(1, 2, "paused", None)]
+    drawn = lane_bars(noted(), Noted(waits, pieces_of_waits(waits)), Axis(Window(0, 2)))
+    assert drawn.layer.tolist() == [NO_LAYER]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from dashboard.answers import Answers
 from dashboard.controls import Controls
+from dashboard.layers import LayerRow
 from dashboard.view import View
 from megatrain.remote import RunUnreachableError
 from megatrain.report import RunState, Status
@@ -200,9 +202,17 @@ def test_the_view_follows_its_controls(desk: Desk) -> None:
     controls.steps.set_state({"value": 3})
     controls.sort_by.set_state({"index": 2})
     controls.descending.set_state({"value": True})
-    assert desk.view == View(None, 3, 4, "backward", True)
+    assert desk.view == View(None, 3, 4, "backward_ms", True)
     controls.follow.set_state({"value": -1})
     assert desk.view.follow is None
+
+
+def test_layers_can_be_sorted_by_all_that_the_table_shows(desk: Desk) -> None:
+    fields = []
+    for index in range(len(desk.controls.sort_by.options)):
+        desk.controls.sort_by.set_state({"index": index})
+        fields.append(desk.view.sort_by)
+    assert set(fields) == {field.name for field in dataclasses.fields(LayerRow)}
 
 
 def test_a_clicked_layer_is_followed_until_it_is_clicked_again(desk: Desk) -> None:

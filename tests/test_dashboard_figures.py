@@ -126,6 +126,51 @@ def test_what_is_forgotten_is_sent_anew() -> None:
     assert len(figure.data[WORK].x) > 0
 
 
+def test_a_zoom_stays_until_the_whole_is_asked_for() -> None:
+    figure, run = build_figure(), TracedRun()
+    first = frame(run.steps(2).snapshot())
+    update_figure(figure, first)
+    assert figure.layout.xaxis.range == (0, first.width_ms)
+    figure.plotly_relayout({"xaxis.range[0]": 3.0, "xaxis.range[1]": 5.0})
+    later = frame(run.steps(1).snapshot())
+    assert later.width_ms > first.width_ms
+    update_figure(figure, later)
+    assert figure.layout.xaxis.range == (3.0, 5.0)
+    update_figure(figure, later, whole=True)
+    assert figure.layout.xaxis.range == (0, later.width_ms)
+
+
+def test_a_double_click_ends_a_zoom_and_another_may_follow() -> None:
+    figure, now = build_figure(), frame(TracedRun().steps(2).snapshot())
+    update_figure(figure, now)
+    for _ in range(2):
+        figure.plotly_relayout({"xaxis.range[0]": 3.0, "xaxis.range[1]": 5.0})
+        update_figure(figure, now)
+        assert figure.layout.xaxis.range == (3.0, 5.0)
+        figure.plotly_relayout({"xaxis.autorange": True})
+        update_figure(figure, now)
+        assert figure.layout.xaxis.range == (0, now.width_ms)
+        assert not figure.layout.xaxis.autorange
+
+
+def test_titles_and_legends_say_no_more_than_there_is() -> None:
+    figure = build_figure()
+    records = TracedRun().steps(2).snapshot()
+
+    def said() -> str:
+        return " ".join(note.text for note in figure.layout.annotations)
+
+    update_figure(figure, frame(records))
+    assert NO_GPU_TITLE in said()
+    assert "MFU" not in said()
+    assert "reserved" not in said()
+    gpu = [replace(memory_sample(t), device_used_bytes=7 * 10**9) for t in (0.0, 1.0)]
+    history = History(replace(records, memory=gpu), peak_flops_per_s=1e15)
+    update_figure(figure, make_frame(history, last_steps(history, 3)))
+    assert said().count("MFU") == 2
+    assert "reserved" in said()
+
+
 def test_following_a_layer_fades_all_others() -> None:
     figure = build_figure()
     followed = frame(TracedRun().steps(1).snapshot(), follow=2)

@@ -54,7 +54,7 @@ def test_headline() -> None:
     words = text(panels.headline(RUNNING, INFO, HISTORY.steps, memory_sample(0.0)))
     assert words.startswith("state running steps done 3 of 100 at backward of layer 4 loss 8.9615")
     assert "tokens per second 24,976" in words
-    assert "time left 32 s arena 3.6 GB process 30 GB" in words
+    assert "time left 32 s device arena 3.6 GB host process 30 GB" in words
 
 
 def test_headline_of_a_run_that_has_not_begun_and_of_one_that_is_over() -> None:

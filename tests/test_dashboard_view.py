@@ -20,6 +20,17 @@ def test_the_state_differs_when_something_else_is_to_be_seen() -> None:
     assert View().state == View().state
 
 
+def test_every_choice_of_a_stretch_of_time_counts() -> None:
+    view = View()
+    for choose in (view.now, lambda: view.earlier(9), lambda: view.later(9), lambda: view.show(3)):
+        before = view.state
+        choose()
+        assert view.state != before
+    before = view.state
+    view.show(3)  # as before: nothing was chosen
+    assert view.state == before
+
+
 @given(steps=STEPS, newest=NEWEST, moves=st.lists(st.booleans(), max_size=30))
 def test_wherever_one_goes_there_are_steps_to_see(steps: int, newest: int, moves: list[bool]) -> None:
     view = View(steps=steps)

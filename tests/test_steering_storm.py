@@ -14,6 +14,7 @@ from typing import Any
 
 import meddling
 import pytest
+from leaks import require_no_leak
 from meddling import LAYERS, fates, meddle
 from pairs import LR, MICRO_ROWS, differing, engine_config
 from reference import make_batch
@@ -26,7 +27,6 @@ from megatrain.conductor import VISITS_IN_FLIGHT
 from megatrain.config import Throttle
 from megatrain.control import State
 from megatrain.folder import RunFolder
-from megatrain.memory import device_bytes
 from megatrain.report import RunState
 from megatrain.steering import Position, Wish
 
@@ -155,17 +155,6 @@ def test_a_storm_of_wishes_changes_nothing(seed: int, visitor: Visitor, tmp_path
         require_no_leak(engine)
     for ends in (fates(wishes), visitor.ask(tmp_path, end=True).result(TIMEOUT_S)):
         assert ends.keys() == {"took effect", "overtaken"}
-
-
-def require_no_leak(engine: StreamingEngine) -> None:
-    """The device holds what its knobs ask for, and nothing else."""
-    executor, knobs = engine._executor, engine.control.knobs
-    assert len(executor.weights) == min(knobs.weight_slots, LAYERS)
-    assert len(executor.gradients) == knobs.grad_buffers
-    needs = device_bytes(engine._layouts, engine._shell_layout, knobs, engine._room.size, offload=True)
-    assert engine.arena_bytes == needs.total - needs.saved_inputs
-    assert not executor.saved._held
-    assert not executor._dones
 
 
 @pytest.mark.parametrize("depth", [0, 3])

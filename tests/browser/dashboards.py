@@ -15,6 +15,7 @@ FIGURE = ".js-plotly-plot"
 WORK, NAMES, FLAGS = 0, 5, 6  # traces of the figure
 
 TRACE = f"([trace, name]) => Array.from(document.querySelector('{FIGURE}')?.data?.[trace]?.[name] ?? [])"
+RANGE = f"() => document.querySelector('{FIGURE}').layout.xaxis.range"
 OPACITY = f"() => Array.from(document.querySelector('{FIGURE}').data[{WORK}].marker.opacity ?? [])"
 ROWS = f"() => document.querySelector('{FIGURE}').layout.yaxis2.ticktext.map((name) => name.trim())"
 OVER = f"""() => {{
@@ -22,6 +23,9 @@ OVER = f"""() => {{
   const parts = document.querySelectorAll('.mt-controls button, .mt-controls input');
   return Math.max(...[...parts].map((part) => part.getBoundingClientRect().right - whole.right));
 }}"""
+
+
+NAMELESS = re.compile(r'- (button|slider|spinbutton|combobox|checkbox|textbox)(?! ")')
 
 
 class DashboardPage:
@@ -62,6 +66,24 @@ class DashboardPage:
         """Click a bar of this layer in the timeline."""
         self.page.locator(f"{FIGURE} .cartesianlayer .xy .bars .point", has_text=str(layer)).first.click(force=True)
 
+    def time_shown(self) -> list[float]:
+        """Milliseconds of the timeline, from and to."""
+        shown: list[float] = self.page.evaluate(RANGE)
+        return shown
+
+    def zoom(self) -> None:
+        """Drag over a part of the timeline."""
+        plot = self.page.locator(f"{FIGURE} .nsewdrag[data-subplot=xy]")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        assert box
+        at = [(box["x"] + share * box["width"], box["y"] + box["height"] / 2) for share in (0.3, 0.45, 0.6)]
+        self.page.mouse.move(*at[0])
+        self.page.mouse.down()
+        for point in at[1:]:
+            self.page.mouse.move(*point)
+        self.page.mouse.up()
+
     def _trace(self, trace: int, name: str) -> list[Any]:
         values: list[Any] = self.page.evaluate(TRACE, [trace, name])
         return values
@@ -92,11 +114,17 @@ class DashboardPage:
     # ---- controls ----
 
     def press(self, name: str) -> None:
-        self.page.get_by_role("button", name=re.compile(f"{name}$")).click()  # an icon stands before it
+        self.page.get_by_role("button", name=name, exact=True).click()
 
     def slider(self, name: str) -> Any:
         """The handle, which takes keys."""
-        return self.page.locator(".widget-slider", has_text=name).get_by_role("slider")
+        return self.page.get_by_role("slider", name=name, exact=True)
+
+    def nameless(self) -> list[str]:
+        """Controls that a screen reader has no name for."""
+        rows = self.page.locator(".mt-controls").all()
+        lines = [line.strip() for row in rows for line in row.aria_snapshot().splitlines()]
+        return [line for line in lines if NAMELESS.match(line)]
 
     def turn(self, name: str, key: str = "ArrowRight") -> None:
         """As somebody without a mouse does."""

@@ -113,6 +113,8 @@ def run_to(notebook: NotebookPage, board: DashboardPage, layer: int, phase: str)
     board.enter("layer", layer)
     board.page.locator(".mt-controls select").first.select_option(phase)
     board.press("Run to")
+    reached = f"✓ run to the {phase} of layer {layer}"  # it may have been held there before, too
+    board.until(lambda: board.answers()[0].startswith(reached), "it took effect")
     board.until(lambda: board.fact("at") == f"{phase} of layer {layer}", "it is held there")
     board.until(lambda: f"{phase} of layer {layer}" in board.held(), "the place is shown")
 
@@ -168,12 +170,18 @@ def test_a_run_is_found_again_after_a_reload_and_a_restart(
     notebook.reload()
     board.until(lambda: board.bars() > 30, "the whole picture is back")
     steered(board, run)
+    named(board)
     notebook.screenshot("reloaded")
     notebook.restart_kernel()
     notebook.run_cell(0)
     notebook.run_cell(1)
     board.until(lambda: board.bars() > 30, "a new kernel shows what it missed")
     steered(board, run)
+
+
+def named(board: DashboardPage) -> None:
+    board.until(lambda: board.slider("prefetch depth").count() == 1, "the slider has its name")
+    assert board.nameless() == []
 
 
 def steered(board: DashboardPage, run: TrainingRun) -> None:
@@ -200,6 +208,7 @@ def test_two_windows_and_two_kernels_show_one_run(
             board.until(lambda there=there: min(board.bars(), there.bars()) > 30, "both are drawn")
             turned_there_seen_here(there, board)
             steered(board, run)
+            named(there)
             if not same_kernel:
                 other.shut_down_kernel()
 
@@ -217,6 +226,25 @@ def another_window(chromium: Browser) -> Iterator[NotebookPage]:
         page = NotebookPage(context.new_page())
         yield page
         assert not page.watch.problems, "\n".join(page.watch.problems)
+
+
+def test_a_zoom_stays_while_the_run_goes_on(
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, run: TrainingRun
+) -> None:
+    name = server.write_notebook("zoomed.ipynb", IMPORTS, ATTACH.format(folder=str(run.folder)))
+    notebook.open_notebook(server.lab_url(name))
+    notebook.run_all()
+    board.until(lambda: board.bars() > 30, "it is drawn")
+    board.zoom()
+    board.until(lambda: board.time_shown()[0] > 0, "a part is shown")
+    part, done = board.time_shown(), board.steps_done()
+    board.until(lambda: board.steps_done() > done + 1, "the run goes on")
+    assert board.time_shown() == part
+    board.press("Live")
+    board.until(lambda: board.time_shown()[0] == 0, "all is shown again")
+    end = board.time_shown()[1]
+    board.until(lambda: board.time_shown()[1] != end, "and what comes")
+    assert board.time_shown()[0] == 0
 
 
 @pytest.mark.parametrize("width", [1000, 1800])
@@ -252,6 +280,7 @@ def test_as_a_page_of_its_own(chromium: Browser, run: TrainingRun, tmp_path: Pat
         waiting = NotebookPage(page)
         board.until(lambda: board.bars() > 30, "it is drawn")
         steered(board, run)
+        named(board)
         waiting.screenshot("viewer")
         assert not watch.problems, "\n".join(watch.problems)
         assert not watch.foreign, "\n".join(watch.foreign)
