@@ -21,6 +21,10 @@ class MicroBatch:
     inputs: Mapping[str, Any]
     items: int | None
 
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], items: torch.Tensor | int | None) -> MicroBatch:
+        return cls(inputs, None if items is None else int(items))
+
     @property
     def rows(self) -> int:
         return len(self.inputs["input_ids"])
@@ -74,10 +78,10 @@ def _padded(part: dict[str, torch.Tensor], width: int) -> dict[str, torch.Tensor
 
 
 def denominator(parts: Sequence[MicroBatch], batch: Mapping[str, torch.Tensor], *, obeyed: bool) -> int | None:
-    """What the Trainer divides the summed loss of a step by; None = its predicted tokens.
+    """What the Trainer divides the summed loss of a step by; None where that is the predicted tokens, as the engine's.
 
     obeyed: the model's forward divides by what it is told. Where the loss is not known to shift labels (gpt2's, by its
-    name), the Trainer counts the first label of every row as well, and so must the engine.
+    name), the Trainer counts the first label of every row as well.
     ValueError where the engine could not arrive at the Trainer's loss.
     """
     items = {part.items for part in parts}
@@ -85,15 +89,14 @@ def denominator(parts: Sequence[MicroBatch], batch: Mapping[str, torch.Tensor], 
         raise ValueError(
             f"{len(parts)} micro-batches came together that belong to different steps: some were left over from an "
             "epoch whose length was not known, or that a callback stopped in the middle of a step. Let every epoch be "
-            "whole steps: set gradient_accumulation_steps=1 and a larger batch, which EngineConfig.micro_batch_size cuts"
+            "whole steps: gradient_accumulation_steps=1 and a larger batch, which EngineConfig.micro_batch_size cuts"
         )
     (told,) = items
-    if told is None or obeyed:
-        return told
-    if told != int((batch["labels"][:, 1:] != IGNORED).sum()) or len(parts) > 1:
+    same = told is None or told == int((batch["labels"][:, 1:] != IGNORED).sum())
+    if not obeyed and not (same and len(parts) == 1):
         raise ValueError(
             "this model's loss ignores num_items_in_batch, so that the Trainer adds up means of micro-batches, and the "
             "engine means over all tokens: set gradient_accumulation_steps=1 and a larger batch, which the engine cuts "
             "by EngineConfig.micro_batch_size, and let no row begin with a label"
         )
-    return None
+    return None if same else told

@@ -7,22 +7,36 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from megatrain.anatomy import decayed_parameters
 from megatrain.config import EngineConfig
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 # Whose `compute_loss` is the model's own loss over predicted tokens, and nothing the engine would have to know of.
-_KNOWN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
+_SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
+_KNOWN = {("transformers.trainer", "Trainer"), _SFT}
 _DECIDES_THE_STEP = ("compute_loss", "training_step", "prediction_step", "create_optimizer")
 _OF_PREFERENCES = ("DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "Reward")
 
 # What `StreamedTrainer` overrides: were one of them renamed, a run would silently do something else.
-_OVERRIDDEN = (
-    "create_accelerator_and_postprocess create_optimizer evaluate floating_point_ops predict prediction_step train "
-    "training_step _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _move_model_to_device _save "
-    "_save_optimizer_and_scheduler"
-).split()
+_OVERRIDDEN = [
+    "create_accelerator_and_postprocess",
+    "create_optimizer",
+    "evaluate",
+    "floating_point_ops",
+    "predict",
+    "prediction_step",
+    "train",
+    "training_step",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_move_model_to_device",
+    "_save",
+    "_save_optimizer_and_scheduler",
+]
 
 
 def refuse_class(trainer_class: type) -> None:
@@ -32,13 +46,18 @@ def refuse_class(trainer_class: type) -> None:
     missing = [name for name in _OVERRIDDEN if not hasattr(trainer_class, name)]
     if missing:
         raise ValueError(
-            f"{trainer_class.__name__} has no {', '.join(missing)}: it is no transformers.Trainer, or of a version that "
-            "this one was not written for; transformers 5.17 and 5.23 were tried"
+            f"{trainer_class.__name__} has no {', '.join(missing)}: it is no transformers.Trainer, or of a version "
+            "that this one was not written for; transformers 5.17 and 5.23 were tried"
         )
     for base in trainer_class.__mro__:
         for name in _DECIDES_THE_STEP:
             if name in vars(base) and (base.__module__, base.__name__) not in _KNOWN:
                 raise ValueError(f"{base.__name__} has a {name} of its own, and {_instead(base.__name__)}")
+
+
+def is_sft(trainer_class: type) -> bool:
+    """Whether it is TRL's SFTTrainer or made from it (without importing TRL)."""
+    return any((base.__module__, base.__name__) == _SFT for base in trainer_class.__mro__)
 
 
 def _instead(name: str) -> str:
@@ -95,6 +114,11 @@ _REFUSALS = (
         "a model that a device_map spread over devices",
         lambda t: set(map(str, (getattr(t.model, "hf_device_map", None) or {}).values())) - {"cpu"},
         "load it with from_pretrained(…) on the CPU and pass the model, not its name",
+    ),
+    Refusal(
+        "another device than the engine's",
+        lambda t: t.args.device.type != _device_type(t.engine_config),
+        "set use_cpu=True with EngineConfig(device='cpu'), and neither on a GPU",
     ),
     Refusal(
         "optim",
@@ -175,6 +199,10 @@ _REFUSALS = (
         "its state would run on from one sequence into the next: set packing=False and padding_free=False",
     ),
 )
+
+
+def _device_type(config: EngineConfig) -> str:
+    return "cuda" if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()) else "cpu"
 
 
 def refuse_options(trainer: Any, config: EngineConfig) -> None:

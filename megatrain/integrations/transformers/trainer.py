@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.engine import StepResult, StreamingEngine
 from megatrain.integrations.transformers.micro_batches import MicroBatch, denominator, join
 from megatrain.integrations.transformers.optimizer import StreamedAdamW
-from megatrain.integrations.transformers.refusals import refuse_class, refuse_options
+from megatrain.integrations.transformers.refusals import is_sft, refuse_class, refuse_options
 
 log = logging.getLogger("megatrain")
 
@@ -50,6 +51,8 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     """What `stream` puts before a Trainer. engine: None outside of train, evaluate and predict."""
 
     engine_config: EngineConfig
+    args: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.engine: StreamingEngine | None = None
@@ -127,15 +130,15 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         with self._session():
             return super().train(*args, **kwargs)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
             self.optimizer = StreamedAdamW(_adamw(self.args))
-        return self.optimizer  # type: ignore[no-any-return]
+        return self.optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Collect a micro-batch; with the last one of a step, train on all of them and return the loss of the step."""
         model.train()
-        self._waiting.append(MicroBatch(inputs, None if num_items_in_batch is None else int(num_items_in_batch)))
+        self._waiting.append(MicroBatch.of(inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._scalar(0.0)
         waiting, self._waiting = self._waiting, []
@@ -143,7 +146,8 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         self._agree_on_rows(engine, waiting)
         engine.lr = _unwrapped(self.optimizer).take_lr()
         batch = join(waiting)
-        self._last = engine.step(batch, denominator(waiting, batch, obeyed=not engine.loss_from_logits))
+        told = denominator(waiting, batch, obeyed=not engine.loss_from_logits)
+        self._last = engine.step(batch) if told is None else engine.step(batch, partial(_summed_loss, told))
         return self._scalar(self._last.loss)
 
     def _agree_on_rows(self, engine: StreamingEngine, waiting: list[MicroBatch]) -> None:
@@ -168,6 +172,28 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self._session():
             return super().predict(*args, **kwargs)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """The loss alone comes without whole logits; what needs more gets the model, its layers streamed."""
+        engine = self._running()
+        if prediction_loss_only and "labels" in inputs and not self._needs_outputs():
+            return self._scalar(self._evaluated(engine, inputs)), None, None
+        with engine.inference() as streamed:
+            return super().prediction_step(streamed, inputs, prediction_loss_only, ignore_keys)
+
+    def _needs_outputs(self) -> bool:
+        """TRL makes its metrics from them (in chunks of its own); a router's balancing loss is computed from them."""
+        routed = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        return routed or is_sft(type(self))
+
+    def _evaluated(self, engine: StreamingEngine, inputs: Any) -> float:
+        part = MicroBatch.of(inputs, self.get_batch_samples(iter([inputs]), 1, self.args.device)[1])
+        batch = join([part])
+        found = engine.evaluate(batch)
+        told = denominator([part], batch, obeyed=not engine.loss_from_logits)
+        return found.loss if told is None else found.loss * found.tokens / told
 
     # ---- saving and resuming ----
 
@@ -206,13 +232,17 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
 
 
 class _GiveModelBack(TrainerCallback):  # type: ignore[misc]
-    """Comes before all other callbacks, so that those which save or log the model at the end of training get it whole."""
+    """Comes before all other callbacks, so that those which save or log the trained model get it whole."""
 
     def __init__(self, trainer: StreamedTrainer) -> None:
         self._trainer = trainer
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.give_model_back()
+
+
+def _summed_loss(told: int, scores: torch.Tensor) -> torch.Tensor:
+    return -scores.double().sum() / told
 
 
 def _adamw(args: Any) -> AdamWConfig:
