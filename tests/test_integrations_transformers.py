@@ -168,6 +168,16 @@ def test_bfloat16_has_the_bits_of_the_engine_alone(folder: Path) -> None:
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_where_a_balancing_loss_is_weighted_in_another_way_it_is_said(
+    folder: Path, accumulation: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("mixtral")
+    model.config.output_router_logits = True
+    trainer_of(folder, model, gradient_accumulation_steps=accumulation)
+    assert ("balancing loss of a step is the mean" in caplog.text) == (accumulation > 1)
+
+
 # ---- the Trainer's own loop ----
 
 
@@ -239,6 +249,26 @@ def test_callbacks_meet_a_whole_model_before_and_after_training_and_the_engine_d
     trainer.train()
     assert seen["on_train_begin"] == seen["on_train_end"] == (whole, False)
     assert seen["on_step_end"][1]
+
+
+def test_stopping_the_engine_stops_training_after_the_step(folder: Path) -> None:
+    def stop(args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            trainer.engine.control.stop()
+
+    model = model_of("llama")
+    trainer = trainer_of(folder, model, further={"callbacks": [At("on_pre_optimizer_step", stop)]})
+    assert trainer.train().global_step == 3
+    require_whole(trainer, model)
+
+
+def test_a_callback_cannot_save_what_is_left_of_a_streamed_model(folder: Path) -> None:
+    def save(*_: Any, model: Any, **__: Any) -> None:
+        model.save_pretrained(folder / "mine")
+
+    trainer = trainer_of(folder, further={"callbacks": [At("on_step_end", save)]})
+    with pytest.raises(RuntimeError, match=r"streamed by an engine.*engine\.save_pretrained"):
+        trainer.train()
 
 
 def test_gradient_checkpointing_is_ignored(folder: Path) -> None:
@@ -448,6 +478,33 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(folder: Path, monkeyp
     with pytest.raises(CheckpointError, match="a checkpoint needs"):
         trainer.train()
     require_whole(trainer, model)
+
+
+# ---- adapters ----
+
+
+def with_adapters() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model_of("llama"), LoraConfig(r=4, target_modules="all-linear"))
+
+
+def test_adapters_are_trained_saved_and_resumed_as_by_the_plain_trainer(folder: Path) -> None:
+    from peft import PeftModel
+
+    settings = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
+    plain = trainer_of(folder / "plain", with_adapters(), None, **settings)
+    streamed = trainer_of(folder / "streamed", with_adapters(), **settings)
+    resumed = trainer_of(folder / "streamed", with_adapters(), **settings)
+    plain.train()
+    streamed.train()
+    require_equal_logs(streamed.state.log_history, plain.state.log_history, 1e-6)
+    assert gap(streamed.model.state_dict(), plain.model.state_dict()) <= 1e-6
+    resumed.train(resume_from_checkpoint=str(folder / "streamed" / "checkpoint-2"))
+    assert differing(resumed.model.state_dict(), streamed.model.state_dict()) == []
+    loaded = PeftModel.from_pretrained(model_of("llama"), folder / "streamed" / "checkpoint-3")
+    assert differing(loaded.state_dict(), streamed.model.state_dict()) == []
 
 
 # ---- refused ----
@@ -673,7 +730,7 @@ def test_trls_sft_trainer_arrives_where_the_plain_one_does(
     plain.train()
     streamed.train()
     for found, expected in zip(streamed.state.log_history, plain.state.log_history, strict=True):
-        shared = {"loss", "grad_norm", "learning_rate", "train_loss", "epoch"} & expected.keys()
+        shared = {"loss", "grad_norm", "learning_rate", "train_loss", "epoch", "num_tokens"} & expected.keys()
         assert {name: found[name] for name in shared} == pytest.approx({n: expected[n] for n in shared}, rel=1e-5)
     assert gap(model.state_dict(), plain.model.state_dict()) <= 1e-5
 

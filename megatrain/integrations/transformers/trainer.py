@@ -64,7 +64,12 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         refuse_options(self, self.engine_config)
         self.args = _without_checkpointing(self.args)
-        self.callback_handler.callbacks.insert(0, _GiveModelBack(self))
+        if self._routed() and self.args.gradient_accumulation_steps > 1:
+            log.warning(
+                "the router's balancing loss of a step is the mean over its micro-batches, weighted by their tokens; "
+                "the Trainer adds it up instead, and TRL takes the plain mean: that part of the loss will differ"
+            )
+        self.callback_handler.callbacks.insert(0, _EngineCallback(self))
 
     # ---- where things are ----
 
@@ -139,6 +144,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         """Collect a micro-batch; with the last one of a step, train on all of them and return the loss of the step."""
         model.train()
         self._waiting.append(MicroBatch.of(inputs, num_items_in_batch))
+        self._count_tokens(inputs)
         if not self.accelerator.sync_gradients:
             return self._scalar(0.0)
         waiting, self._waiting = self._waiting, []
@@ -149,6 +155,13 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         told = denominator(waiting, batch, obeyed=not engine.loss_from_logits)
         self._last = engine.step(batch) if told is None else engine.step(batch, partial(_summed_loss, told))
         return self._scalar(self._last.loss)
+
+    def _count_tokens(self, inputs: Any) -> None:
+        """TRL logs how many tokens it has seen, and counts them where it computes the loss."""
+        if is_sft(type(self)):
+            mask = inputs.get("attention_mask")
+            self._total_train_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def _agree_on_rows(self, engine: StreamingEngine, waiting: list[MicroBatch]) -> None:
         """Let the engine's micro-batches be the collator's, which may put several examples into a row."""
@@ -185,8 +198,11 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
 
     def _needs_outputs(self) -> bool:
         """TRL makes its metrics from them (in chunks of its own); a router's balancing loss is computed from them."""
-        routed = getattr(self.model.config.get_text_config(), "output_router_logits", False)
-        return routed or is_sft(type(self))
+        return self._routed() or is_sft(type(self))
+
+    def _routed(self) -> bool:
+        """Whether a router's balancing loss is part of the loss."""
+        return bool(getattr(self.model.config.get_text_config(), "output_router_logits", False))
 
     def _evaluated(self, engine: StreamingEngine, inputs: Any) -> float:
         part = MicroBatch.of(inputs, self.get_batch_samples(iter([inputs]), 1, self.args.device)[1])
@@ -231,13 +247,19 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             restore(self._running(), Checkpoints(_state_in(self.state.best_model_checkpoint)))
 
 
-class _GiveModelBack(TrainerCallback):  # type: ignore[misc]
-    """Comes before all other callbacks, so that those which save or log the trained model get it whole."""
+class _EngineCallback(TrainerCallback):  # type: ignore[misc]
+    """Comes before all other callbacks."""
 
     def __init__(self, trainer: StreamedTrainer) -> None:
         self._trainer = trainer
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Whoever stops the engine, from whatever thread, stops training."""
+        if self._trainer.engine is not None and self._trainer.engine.control.stopping:
+            control.should_training_stop = True
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Callbacks that save or log the trained model get it whole."""
         self._trainer.give_model_back()
 
 
