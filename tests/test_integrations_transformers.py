@@ -404,6 +404,15 @@ def test_evaluation_and_prediction_without_training(folder: Path) -> None:
     require_whole(streamed, model)
 
 
+def test_evaluation_in_bfloat16_does_not_round_a_float32_model(folder: Path) -> None:
+    model = model_of("llama")
+    before = copy.deepcopy(model.state_dict())
+    trainer = trainer_of(folder, model, EngineConfig(device="cpu", dtype="bfloat16"))
+    assert trainer.evaluate(examples(5, seed=1))["eval_loss"] == pytest.approx(4.6, abs=0.3)
+    assert differing(model.state_dict(), before) == []
+    require_whole(trainer, model)
+
+
 def test_the_best_model_is_loaded_at_the_end(folder: Path) -> None:
     """Training at a rate that makes it worse and worse: the first checkpoint is the best."""
     settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
@@ -570,6 +579,12 @@ def test_what_this_machine_cannot_offer_is_refused_as_well(folder: Path, name: s
     trainer = trainer_of(folder, gradient_accumulation_steps=2, weight_decay=0.1)
     changed = Overlay(trainer, {name: value})
     with pytest.raises(ValueError, match=words):
+        refusals.refuse_options(changed, FLOAT32)
+
+
+def test_a_recurrent_model_without_padding_is_refused(folder: Path) -> None:
+    changed = Overlay(trainer_of(folder), {"padding_free": True, "model._is_stateful": True})
+    with pytest.raises(ValueError, match=r"recurrent model: its state would run on .* set packing=False"):
         refusals.refuse_options(changed, FLOAT32)
 
 

@@ -39,7 +39,8 @@ def stream(trainer_class: type = Trainer, config: EngineConfig | None = None) ->
 
     trainer_class: transformers.Trainer, trl.SFTTrainer, or a subclass that leaves the loss and the optimizer to them.
     config: how to stream; None = EngineConfig(). Without a micro_batch_size of its own, a Trainer's micro-batch is one
-    of the engine's. Its dtype decides what is computed in, whatever the model was loaded as.
+    of the engine's. Its dtype decides what is computed in, and what the trained model is left in, whatever the model
+    was loaded as.
     Raises ValueError for a class, and the new class for options, that the engine could not follow exactly.
     """
     refuse_class(trainer_class)
@@ -179,12 +180,24 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     # ---- evaluation ----
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session():
+        with self._unrounded(), self._session():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session():
+        with self._unrounded(), self._session():
             return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _unrounded(self) -> Iterator[None]:
+        """Weights that only pass through the engine's dtype come out as they went in."""
+        dtype = getattr(torch, self.engine_config.dtype)
+        weights = [] if self._inside else [p for p in self.model.parameters() if p.dtype != dtype]
+        kept = [parameter.data for parameter in weights]
+        try:
+            yield
+        finally:
+            for parameter, data in zip(weights, kept, strict=True):
+                parameter.data = data
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
