@@ -618,6 +618,11 @@ class StreamingEngine:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU lanes (no GPU)"
 
     @property
+    def loss_from_logits(self) -> bool:
+        """Whether the loss is computed from logits, since the model's forward cannot be told what to divide it by."""
+        return self._anatomy.loss_from_logits
+
+    @property
     def sizes(self) -> Sizes:
         """Bytes that do not change while the engine lives."""
         return Sizes(

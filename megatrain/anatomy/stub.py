@@ -32,6 +32,12 @@ class LayerStub(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_real_layer"], name)
 
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise RuntimeError(
+            "the layers of this model are streamed by an engine, and what is left of it is not the model: use "
+            "engine.state_dict() or engine.save_pretrained(folder), or close the engine first"
+        )
+
 
 class StubbedModel:
     """A model whose layers are stubs for as long as it is `hollow`; `restore` puts the layers back."""
