@@ -182,7 +182,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run. recipe: what a step is. lora: None trains every parameter. evaluation: None looks at nothing else."""
+    """A whole run. recipe: what a step is. lora: None trains all weights. evaluation: None looks at no other data."""
 
     model: ModelSettings
     data: DataSettings
