@@ -157,7 +157,8 @@ class RunFolder:
         if not records:
             return
         place = self._free_place()
-        place.mkdir(mode=FOLDER_MODE, parents=True)
+        owned_folder(self.earlier)
+        owned_folder(place)
         for path in records:
             shutil.move(path, place / path.name)
 

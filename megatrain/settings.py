@@ -43,9 +43,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 3e-5 for a string, as it wants a point; everyone who writes a learning rate means a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes a string that the loader would take for a number."""
+
+
+for kind in (_Loader, _Dumper):
+    kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def _require(condition: bool, rule: str, value: object) -> None:
@@ -208,7 +213,7 @@ def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:
 
 def dump_settings(settings: Settings) -> str:
     """The settings as YAML, every default written out, so that it says what ran."""
-    return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(to_plain(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def settings_of(folder: str | Path) -> Settings:

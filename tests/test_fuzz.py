@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -97,8 +97,8 @@ BYTES += [
 # ---- configurations ----
 
 LEAST = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}, "run": {"folder": "runs/x", "steps": 10}}
-KINDS = get_type_hints(Settings)
-PLACES = [f"{part.name}.{each.name}" for part in fields(Settings) for each in fields(KINDS[part.name])]
+KINDS = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(Settings).items()}  # those of X | None, too
+PLACES = [f"{part}.{each.name}" for part, kind in KINDS.items() for each in fields(kind)]
 TEXTS = [
     "2",
     "x",

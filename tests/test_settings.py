@@ -49,6 +49,12 @@ def test_everything_can_be_said_and_comes_back(tmp_path: Path) -> None:
     assert again == settings
 
 
+def test_a_name_that_looks_like_a_number_stays_a_name(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, LEAST), ["run.folder='1e5'", "model.name='-3E+2'"])
+    again = load_settings(written(tmp_path, dump_settings(settings)))
+    assert (again.run.folder, again.model.name) == ("1e5", "-3E+2")
+
+
 def test_changes_come_on_top(tmp_path: Path) -> None:
     path = written(tmp_path, LEAST)
     changed = load_settings(path, ["engine.prefetch_depth=3", "run.steps=5", "optimizer.lr=3e-5", "data.source=[x, y]"])

@@ -132,6 +132,17 @@ def test_a_run_of_the_whole_model_has_no_adapter_to_merge(workplace: Path, tmp_p
     assert "there is no adapter to merge; export it without --merge" in said
 
 
+def test_skipped_records_are_told_and_left_in_the_folder(workplace: Path, tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text((workplace / "data.jsonl").read_text() + "oops\n" + '{"text": 3}\n')
+    file = settings_file(workplace, folder, steps=1)
+    assert f"{data}, line {len(TEXTS) + 1}: not JSON" in megatrain("train", file, f"data.source={data}", expected=2)
+    said = megatrain("train", file, f"data.source={data}", "data.on_bad_record=skip")
+    assert f"data: {len(TEXTS)} records, 2 skipped, 0 rejected" in said
+    about = json.loads((folder / "data.json").read_text())
+    assert (about["origin"], about["counts"]["skipped"]) == (str(data), 2)
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Path, tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     megatrain("train", settings_file(workplace, straight, steps=40))
