@@ -271,3 +271,12 @@ def test_other_pairs_are_not_continued() -> None:
     state = Batches(PAIRS, 3).state_dict()
     with pytest.raises(ValueError, match="cannot continue exactly: sequences was 11 and is 10"):
         Batches(pairs_of(*map(preference, range(10))), 3).load_state_dict(state)
+
+
+def test_prompts_with_other_columns_are_not_continued() -> None:
+    rows = [{"prompt": f"a {n}", "n": n} for n in range(11)]
+    state = Batches(PROMPTS, 3).state_dict()
+    Batches(tokenize_prompts(records_from_rows(rows), TOKENIZER, 32), 3).load_state_dict(state)
+    rows[4]["n"] = 5
+    with pytest.raises(ValueError, match="cannot continue exactly: content was"):
+        Batches(tokenize_prompts(records_from_rows(rows), TOKENIZER, 32), 3).load_state_dict(state)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class PromptBatch:
 class Prompts:
     """Tokenised prompts. token_ids: (N,) int32; prompt p is token_ids[starts[p] : starts[p + 1]].
 
-    rows: the records that they are of, prompt for prompt.
+    rows: the records that they are of, prompt for prompt. origin: where those were read from, for people.
     """
 
     token_ids: TokenIds
@@ -52,6 +53,17 @@ class Prompts:
     rows: Sequence[Row]
     tokenizer: PreTrainedTokenizerBase
     counts: Counts
+    origin: str = ""
+
+    @cached_property
+    def content(self) -> str:
+        """A checksum (BLAKE2b) of every token, of where prompts begin, and of what else the records hold."""
+        digest = blake2b(digest_size=16)
+        for values in (self.token_ids, self.starts):
+            digest.update(np.ascontiguousarray(values).data)
+        for row in self.rows:
+            digest.update(repr(sorted(row.items())).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,18 +113,11 @@ def tokenize_prompts(
         token_ids.extend(ids)
         starts.append(len(token_ids))
         rows.append(row)
-    return _prompt_set(token_ids, starts, rows, tokenizer, counts)
-
-
-def _prompt_set(
-    token_ids: array[int], starts: array[int], rows: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counts
-) -> Prompts:
     counts.documents, counts.tokens = len(rows), len(token_ids)
     if not rows:
         raise ValueError(f"no prompt is left to answer: {counts}")
-    return Prompts(
-        np.frombuffer(token_ids, dtype=np.int32), np.frombuffer(starts, dtype=np.int64), rows, tokenizer, counts
-    )
+    flat, begins = np.frombuffer(token_ids, dtype=np.int32), np.frombuffer(starts, dtype=np.int64)
+    return Prompts(flat, begins, rows, tokenizer, counts, records.origin)
 
 
 def _to_text(render: PromptRenderer, row: Row) -> tuple[Row, str]:
