@@ -63,8 +63,9 @@ class DashboardPage:
         return {round(value, 2) for value in self.page.evaluate(OPACITY)}
 
     def click_bar(self, layer: int) -> None:
-        """Click a bar of this layer in the timeline."""
-        self.page.locator(f"{FIGURE} .cartesianlayer .xy .bars .point", has_text=str(layer)).first.click(force=True)
+        """Click a bar of this layer in the timeline; not the first, which may begin before what is shown."""
+        bars = self.page.locator(f"{FIGURE} .cartesianlayer .xy .bars .point", has_text=str(layer))
+        bars.nth(bars.count() // 2).click(force=True)
 
     def time_shown(self) -> list[float]:
         """Milliseconds of the timeline, from and to."""
