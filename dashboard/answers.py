@@ -41,5 +41,5 @@ class Answers:
 def _entry(entry: Wish | Remark) -> str:
     if isinstance(entry, Remark):
         return f'<b class="wrong">{escape(entry.text)}</b>' if entry.wrong else escape(entry.text)
-    mark = "…" if entry.pending else "✗" if entry.overtaken else "✓"
+    mark = "…" if entry.pending else "✗" if entry.overtaken or entry.failed else "✓"
     return f"{mark} {escape(str(entry))}"

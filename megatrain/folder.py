@@ -156,15 +156,15 @@ class RunFolder:
             records[:0] = [path for path in (self.checkpoints, self.tensorboard, self.wandb) if path.exists()]
         if not records:
             return
-        place = self._free_place()
+        place = self._free_place(records)
         owned_folder(self.earlier)
         owned_folder(place)
         for path in records:
             shutil.move(path, place / path.name)
 
-    def _free_place(self) -> Path:
+    def _free_place(self, records: list[Path]) -> Path:
         """The folder under `earlier` for the run that was here, named by when it began; no two share one."""
-        began_unix_s = self.info().began_unix_s if self.run.exists() else self.records()[0].stat().st_mtime
+        began_unix_s = self.info().began_unix_s if self.run.exists() else records[0].stat().st_mtime
         name = f"{datetime.fromtimestamp(began_unix_s, UTC):%Y-%m-%dT%H-%M-%SZ}"
         place, number = self.earlier / name, 2
         while place.exists():

@@ -41,13 +41,15 @@ class Position:
 class Wish:
     """Something that was asked for and not refused. It takes effect later, at a layer or between two steps.
 
-    effect: the position at which it took effect; None before, between two steps, and if it was overtaken.
+    effect: the position at which it took effect; None before, between two steps, and if it was overtaken or failed.
+    failed: why it could not be met after all.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.effect: Position | None = None
         self.overtaken = False
+        self.failed: str | None = None
         self._over = threading.Event()
 
     @property
@@ -64,16 +66,23 @@ class Wish:
         self.overtaken = True
         self._over.set()
 
+    def fail(self, reason: str) -> None:
+        """It was tried, and did not succeed."""
+        self.failed = reason
+        self._over.set()
+
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it took effect or was overtaken; returns whether that happened in time."""
+        """Block until it took effect, failed or was overtaken; returns whether that happened in time."""
         return self._over.wait(timeout_s)
 
     def __str__(self) -> str:
         if self.pending:
             return f"{self.text}: takes effect at the next layer"
+        if self.failed is not None:
+            return f"{self.text}: failed: {self.failed}"
         if self.overtaken:
             return f"{self.text}: overtaken"
-        return f"{self.text}: since {self.effect or 'the pause between two steps'}"
+        return f"{self.text}: done, between two steps" if self.effect is None else f"{self.text}: since {self.effect}"
 
 
 class Steering(Protocol):
@@ -104,7 +113,7 @@ class Steering(Protocol):
         """Sequences per layer visit, from the next step on. Equal to rounding, as sums are in another order."""
 
     def checkpoint(self) -> Wish:
-        """Write a checkpoint after the step in progress; training goes on meanwhile."""
+        """Write a checkpoint after the step in progress; training goes on meanwhile. Over when it is on the disk."""
 
     def stop(self, *, save: bool = False) -> Wish:
         """End after the step in progress; `save`: leave the model in the run's folder."""

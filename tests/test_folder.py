@@ -223,3 +223,11 @@ def test_viewers_load_no_torch() -> None:
     modules = "megatrain.trace, megatrain.folder, megatrain.journal, megatrain.remote, megatrain.plain, dashboard.feed"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_checkpoints_that_were_left_alone_in_a_folder_are_put_away(tmp_path: Path) -> None:
+    """Whoever removed everything else meant to begin anew."""
+    (tmp_path / "checkpoints").mkdir()
+    RunFolder(tmp_path).prepare()
+    assert not (tmp_path / "checkpoints").exists()
+    assert len(list((tmp_path / "earlier").glob("*/checkpoints"))) == 1

@@ -21,6 +21,7 @@ from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine, TrainingRun
 from megatrain.checkpoint import CheckpointError, Checkpoints, Keep
+from megatrain.remote import RemoteControl
 from megatrain.report import RunState
 from megatrain.run import cosine_schedule
 
@@ -236,12 +237,33 @@ def test_a_checkpoint_can_be_asked_for_at_any_moment(tmp_path: Path) -> None:
         wish = run.checkpoint()
         run.control.finish_step().wait(TIMEOUT_S)
         assert wish.wait(TIMEOUT_S)
+        assert Checkpoints(tmp_path / "checkpoints").steps() == [1]  # over when it is on the disk, and not before
         assert not wish.overtaken
         run.stop()
         run.wait(TIMEOUT_S)
-        assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
         with pytest.raises(ValueError, match="checkpoint: the run is stopped"):
             run.checkpoint()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_checkpoint_that_cannot_be_written_is_told_to_whoever_asked(tmp_path: Path, apart: bool) -> None:
+    """Training goes on; the answer says why, also over the socket."""
+    with engine_for() as engine:
+        run = run_for(engine, tmp_path, steps=40)
+        held = run.pause()
+        run.start()
+        assert held.wait(TIMEOUT_S)
+        (tmp_path / "checkpoints").write_text("a file where the folder should be")
+        control = RemoteControl(tmp_path) if apart else run.control
+        wish = control.checkpoint()
+        run.control.finish_step().wait(TIMEOUT_S)
+        assert wish.wait(TIMEOUT_S)
+        assert wish.failed is not None
+        assert "checkpoints" in str(wish)
+        assert str(wish).startswith("checkpoint: failed: ")
+        run.resume()
+        run.wait(TIMEOUT_S)
+        assert run.steps_done == 40
 
 
 def test_a_run_without_a_folder_has_nowhere_to_leave_one() -> None:

@@ -88,10 +88,12 @@ class Checkpoints:
             os.fsync(file.fileno())
         _sync(unfinished)
         target = self.path(manifest.step)
+        replaced = target.with_name(f"{_UNFINISHED}replaced")
         if target.exists():  # the same step, written before a resume from an earlier one
-            shutil.rmtree(target)
+            os.rename(target, replaced)
         os.rename(unfinished, target)
         _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return target
 

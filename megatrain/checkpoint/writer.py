@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ log = logging.getLogger("megatrain")
 
 RANDOM_FILE = "random.safetensors"
 Part = tuple[int | None, HostLayer]
+OnEnd = Callable[[Exception | None], None]
 
 
 class Gate:
@@ -57,10 +58,17 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
 
-    def write(self, step: int, state: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+    def write(
+        self,
+        step: int,
+        state: dict[str, Any],
+        files: Mapping[str, bytes] | None = None,
+        on_end: OnEnd = lambda error: None,
+    ) -> None:
         """Begin to write the state between two steps; waits for the one before, and for pending updates.
 
         step: steps done. state: plain values to keep with it (data position, settings). files: further ones, by name.
+        on_end: called from the writing thread when all is on the disk, or with what prevented it.
         """
         self.wait()
         self.begun.append(step)
@@ -70,7 +78,7 @@ class CheckpointWriter:
         state = {**state, "engine_step": self._engine.steps_applied}
         gate = Gate(parts)
         self._engine.before_update = gate
-        arguments = (step, parts, random, state, files or {}, gate)
+        arguments = (step, parts, random, state, files or {}, gate, on_end)
         self._thread = threading.Thread(target=self._write, args=arguments, name="megatrain-checkpoint", daemon=True)
         self._thread.start()
 
@@ -88,8 +96,10 @@ class CheckpointWriter:
         state: dict[str, Any],
         further: Mapping[str, bytes],
         gate: Gate,
+        on_end: OnEnd,
     ) -> None:
         unfinished: Path | None = None
+        failure: Exception | None = None
         try:
             unfinished = self._checkpoints.begin(step, _nbytes(parts))
             files = {RANDOM_FILE: write_shard(unfinished / RANDOM_FILE, random, {})}
@@ -100,12 +110,13 @@ class CheckpointWriter:
             self._checkpoints.commit(unfinished, Manifest(step, files, state))
             self.written.append(step)
         except Exception as error:  # a full disk must not end days of training
-            self.error = error
+            self.error = failure = error
             log.error("no checkpoint of step %d was written, and training goes on: %s", step, error)
             if unfinished is not None:
                 shutil.rmtree(unfinished, ignore_errors=True)
         finally:
             gate.open_all()
+            on_end(failure)
 
 
 def _write_part(folder: Path, layer: int | None, host: HostLayer) -> FileNote:

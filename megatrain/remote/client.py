@@ -156,12 +156,17 @@ class RemoteControl:
             self._hear(message)
 
     def _hear(self, message: Message) -> None:
-        if "effect" in message or "overtaken" in message:
-            wish = self._pending.pop(message["id"], None)
-            if wish is not None and "effect" in message:
-                wish.fulfil(from_plain(_EFFECT, message["effect"]))
-            elif wish is not None:
-                wish.overtake()
+        if not message.keys() & {"effect", "overtaken", "failed"}:
+            return
+        wish = self._pending.pop(message["id"], None)
+        if wish is None:
+            return
+        if "effect" in message:
+            wish.fulfil(from_plain(_EFFECT, message["effect"]))
+        elif "failed" in message:
+            wish.fail(str(message["failed"]))
+        else:
+            wish.overtake()
 
     def _hang_up(self) -> None:
         if self._link is not None:

@@ -2,7 +2,7 @@
 
 A request is {"id", "do", "with"}; its answer has the same id and one of "accepted" (a wish, in words), "refused"
 (the reason) and "status". An accepted wish is answered once more, with "effect" (a Position, or null for the pause
-between two steps) or "overtaken".
+between two steps), "overtaken", or "failed" (the reason).
 """
 
 from __future__ import annotations

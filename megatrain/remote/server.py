@@ -135,14 +135,19 @@ class ControlServer:
             if wish.pending:  # asked once: it may change at any moment
                 waiting.append(pending)
             else:
-                over = {"overtaken": True} if wish.overtaken else {"effect": to_plain(wish.effect)}
-                self._say(pending.viewer, pending.request, over)
+                self._say(pending.viewer, pending.request, _outcome(wish))
         self._pending = waiting
 
     def _say(self, viewer: bytes, request: object, answer: Message) -> None:
         text = json.dumps({"id": request, **answer}, allow_nan=False)
         with suppress(Again):
             self._socket.send_multipart([viewer, text.encode()], Flag.NOBLOCK)
+
+
+def _outcome(wish: Wish) -> Message:
+    if wish.failed is not None:
+        return {"failed": wish.failed}
+    return {"overtaken": True} if wish.overtaken else {"effect": to_plain(wish.effect)}
 
 
 def _parsed(frames: tuple[bytes, ...]) -> Message:

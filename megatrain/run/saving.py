@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from megatrain.checkpoint import Checkpoints, CheckpointWriter, Keep, restore
 from megatrain.engine import StreamingEngine
 from megatrain.folder import RunFolder
 from megatrain.plain import from_plain, to_plain
+from megatrain.steering import Wish
 from megatrain.trace import StepRecord
 
 STEPS_FILE = "steps.jsonl"  # in a checkpoint: the record of all steps before it
@@ -66,10 +67,10 @@ class Saver:
         """The steps before the checkpoint, on the clock of a run that began then."""
         return [_shifted(record, -began_unix_s) for record in self._past]
 
-    def after_step(self, done: int, *, wanted: bool = False) -> None:
-        """Called between two steps; returns as soon as writing has begun. wanted: somebody asked for a checkpoint."""
-        if wanted or (self._saving.every is not None and done % self._saving.every == 0):
-            self._write(done)
+    def after_step(self, done: int, wishes: Sequence[Wish] = ()) -> None:
+        """Called between two steps; returns as soon as writing has begun. wishes: met, or not, once it has ended."""
+        if wishes or (self._saving.every is not None and done % self._saving.every == 0):
+            self._write(done, wishes)
 
     def at_end(self, done: int) -> None:
         """Called when no further step comes: what is not on the disk yet is written, and waited for."""
@@ -77,14 +78,21 @@ class Saver:
             self._write(done)
         self._writer.wait()
 
-    def _write(self, done: int) -> None:
+    def _write(self, done: int, wishes: Sequence[Wish] = ()) -> None:
+        def tell(error: Exception | None) -> None:
+            for wish in wishes:
+                if error is None:
+                    wish.fulfil(None)
+                else:
+                    wish.fail(str(error))
+
         data = self._batches.state_dict() if self._positioned else None  # type: ignore[attr-defined]
         settings = {"engine": to_plain(self._engine.config), "optimizer": to_plain(self._engine.optimizer)}
         recorder = self._engine.recorder
         began_unix_s = time.time() - recorder.now()
         state = {"steps_done": done, "began_unix_s": began_unix_s, "data": data, "settings": settings}
         lines = "".join(json.dumps(to_plain(record)) + "\n" for record in recorder.steps())
-        self._writer.write(done, state, {STEPS_FILE: lines.encode()})
+        self._writer.write(done, state, {STEPS_FILE: lines.encode()}, tell)
 
 
 def _shifted(record: StepRecord, by_s: float) -> StepRecord:

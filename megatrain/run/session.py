@@ -165,10 +165,7 @@ class Session:
     def _after_step(self, done: int, result: StepResult) -> None:
         self.results.append(result)
         if self._saver is not None:
-            wishes = self.engine.control.take_checkpoint_wishes()
-            self._saver.after_step(done, wanted=bool(wishes))
-            for wish in wishes:
-                wish.fulfil(None)
+            self._saver.after_step(done, self.engine.control.take_checkpoint_wishes())
         if self._sinks is not None:
             self._sinks.after_step(done)
         self._on_step(done, result)
