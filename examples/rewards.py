@@ -11,6 +11,6 @@ def is_right(completions: list[str], answer: list[str], **_: Any) -> list[float]
     return [1.0 if word == right else 0.1 * word.isdigit() for word, right in zip(words, answer, strict=True)]
 
 
-def is_short(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Less for every token."""
-    return [-0.01 * len(ids) for ids in completion_ids]
+def no_letters(completions: list[str], **_: Any) -> list[float]:
+    """The share of an answer that is no letter: so that even a model without words has something to learn."""
+    return [1 - sum(letter.isalpha() for letter in said) / max(1, len(said)) for said in completions]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, streaming
+from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, streaming, trl_parity
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
@@ -370,3 +370,24 @@ def test_every_case_of_the_dashboards_cost_is_measured(tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "pinned, process" in printed
     assert "< 1.01" in printed
+
+
+# ---- beside TRL ----
+
+
+def test_differences_are_tabulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    case = {"case": "SFT", "loss_from": 5.5, "loss_to": 5.0, "loss": 1e-7, "gradients": 2e-7, "weights": 3e-7}
+
+    monkeypatch.setattr(trl_parity, "RESULTS", tmp_path)
+    monkeypatch.setattr(trl_parity, "run_tests", lambda: ([case], False))
+    trl_parity.main()
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        "SFT",
+        "5.5000",
+        "5.0000",
+        "1.0e-07",
+        "2.0e-07",
+        "3.0e-07",
+    ]
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["cases"] == [case]

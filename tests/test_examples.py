@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from examples.make_inputs import main as make_inputs
 from megatrain.jobs import make_run
@@ -46,3 +47,12 @@ def test_there_is_an_example_of_every_recipe() -> None:
     names = {load_settings(EXAMPLES / name).recipe.name for name in FILES}
     assert names == {"sft", "pretrain", "dpo", "reward", "grpo"}
     assert any(load_settings(EXAMPLES / name).lora for name in FILES)
+
+
+def test_a_reward_model_with_adapters_trains_its_head_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    changes = ["recipe={name: reward}", "run.steps=3", "run.folder=runs/adapted-reward"]
+    settings = load_settings("examples/lora.yaml", changes)
+    make_run(settings).start().wait(120)
+    saved = load_file(root / "runs" / "adapted-reward" / "model" / "adapter_model.safetensors")
+    assert any(name.endswith("score.weight") for name in saved)

@@ -70,4 +70,4 @@ def test_the_same_as_trl(name: str, folder: Path, trl: dict[str, Outcome]) -> No
         return recipe.learn(engine, rollouts, rewards)
 
     ours = run_engine(folder / model, step, micro_batch_size=MICRO_BATCH, keep_reference=recipe.beta > 0)
-    require_same(ours, trl[name])
+    require_same(f"GRPO, {model}: {name}", ours, trl[name])

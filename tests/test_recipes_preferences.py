@@ -32,7 +32,7 @@ def answers(number: int) -> tuple[str, str]:
 
 def text(number: int) -> dict[str, Any]:
     chosen, rejected = answers(number)
-    return {"prompt": sentence(number, 3), "chosen": f" {chosen}<|end|>", "rejected": f" {rejected}<|end|>"}
+    return {"prompt": sentence(number, 3), "chosen": f" {chosen}", "rejected": f" {rejected}"}
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -56,9 +56,9 @@ DPO_CASES: Cases = {
     ),
 }
 REWARD_CASES: Cases = {
-    "reward, texts": ("llama", "texts", {}, Reward()),
-    "reward, chats": ("qwen3", "chats", {}, Reward()),
-    "reward, centred": (
+    "texts": ("llama", "texts", {}, Reward()),
+    "chats": ("qwen3", "chats", {}, Reward()),
+    "chats, centred": (
         "llama",
         "chats",
         {"center_rewards_coefficient": 0.01},
@@ -103,7 +103,7 @@ def test_dpo_is_the_same_as_trl(name: str, folder: Path, trl: dict[str, Outcome]
     ours = run_engine(
         place, lambda engine: recipe.step(engine, next(pairs)), micro_batch_size=MICRO_BATCH, keep_reference=True
     )
-    require_same(ours, trl[name])
+    require_same(f"DPO, {model}: {name}", ours, trl[name])
 
 
 @pytest.mark.parametrize("name", REWARD_CASES)
@@ -117,4 +117,4 @@ def test_reward_is_the_same_as_trl(name: str, folder: Path, trl: dict[str, Outco
         kind=AutoModelForSequenceClassification,
         micro_batch_size=MICRO_BATCH,
     )
-    require_same(ours, trl[name])
+    require_same(f"Reward, {model}: {name}", ours, trl[name])

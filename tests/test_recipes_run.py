@@ -83,7 +83,7 @@ def settings_for(inputs: Path, folder: Path, recipe: dict[str, object], source: 
 
 GRPO_RECIPE = {
     "name": "grpo",
-    "rewards": [str(Path(__file__).parent.parent / "examples" / "rewards.py") + ":is_short"],
+    "rewards": [str(Path(__file__).parent.parent / "examples" / "rewards.py") + ":no_letters"],
     "num_generations": 3,
     "max_completion_length": 5,
     "beta": 0.1,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
+import torch
+from completions_server import Server
+from pairs import engine_config
+from transformers import LlamaConfig
 
+from megatrain import AdamWConfig, StreamingEngine
+from megatrain.anatomy.load import from_config
 from megatrain.data import PromptBatch, records_from_rows, tokenize_prompts, train_tokenizer
+from megatrain.recipes import GRPO
 from megatrain.recipes.server import ask
 
 TOKENIZER = train_tokenizer(["one two three four"], vocab_size=300)
@@ -18,59 +22,10 @@ END = int(TOKENIZER.eos_token_id)
 WORDS = TOKENIZER("three", add_special_tokens=False)["input_ids"]
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with what `choices` makes of a request; keeps all requests."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[Any] = []
-        self.status = 200
-        self.ids = True
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        said = {"text": "three", "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0] * (len(WORDS) + 1)}}
-        cut = {"text": "three", "finish_reason": "length", "logprobs": {"token_logprobs": [-2.0] * len(WORDS)}}
-        found: list[dict[str, Any]] = []
-        for index in range(request["n"]):
-            choice = {"index": index, **(cut if index % 2 else said)}
-            ids = WORDS if index % 2 else [*WORDS, END]
-            found.insert(0, choice | ({"token_ids": ids} if self.ids else {}))  # in no order
-        return found
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.answer({"data": [{"id": "some-model"}]})
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append({"path": self.path, **request})
-        self.server.headers.append(self.headers)
-        self.answer({"choices": self.server.choices(request)})
-
-    def answer(self, body: dict[str, Any]) -> None:
-        text = json.dumps(body if self.server.status == 200 else {"error": "too busy"}).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
+    server.words, server.end = WORDS, END
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -126,3 +81,20 @@ def test_a_server_that_fails_is_named(server: Server) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"http://127.0.0.1:9/v1/completions cannot be asked: .*; is the server"):
         ask("http://127.0.0.1:9/v1", "mine", batch(), per_prompt=2, max_tokens=20)
+
+
+def test_what_a_server_said_is_trained_on(server: Server) -> None:
+    config = LlamaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    recipe = GRPO(server=server.address, rewards=[f"{__file__}:ended"], num_generations=2, epsilon_low=0.2)
+    with StreamingEngine(from_config(config, dtype=torch.float32), engine_config(), AdamWConfig()) as engine:
+        result = recipe.step(engine, batch())
+    assert result.metrics["reward/mean"] == 0.5
+    assert result.metrics["completions/truncated"] == 0.5
+    assert result.tokens == 2 * (2 * len(WORDS) + 1)
+    assert result.grad_norm > 0
+
+
+def ended(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(ids[-1] == END) for ids in completion_ids]

@@ -92,4 +92,4 @@ def test_the_same_as_trl(model: str, name: str, folder: Path, trl: dict[str, Out
     batches = cycle(Batches(dataset, options.get("batch", BATCH), shuffle=False))
     recipe = Pretrain() if records == "text" else SFT()
     ours = run_engine(folder / model, lambda engine: recipe.step(engine, next(batches)), micro_batch_size=MICRO_BATCH)
-    require_same(ours, trl[f"{model}, {name}"])
+    require_same(f"SFT, {model}: {name}", ours, trl[f"{model}, {name}"])

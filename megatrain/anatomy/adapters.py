@@ -46,12 +46,13 @@ def add_lora(model: Any, options: Mapping[str, Any], *, seed: int = 0) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("LoRA needs peft: pip install megatrain[lora]") from None
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    task = "SEQ_CLS" if "SequenceClassification" in type(model).__name__ else "CAUSAL_LM"  # of the former, the head
+    with torch.random.fork_rng(), warnings.catch_warnings():  # is new, so peft trains it whole
         for said in _NOISE:
             warnings.filterwarnings("ignore", message=said)
         torch.manual_seed(seed)
         try:
-            return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+            return get_peft_model(model, LoraConfig(task_type=task, **options)).train()
         except (TypeError, ValueError) as error:
             raise ValueError(f"peft refuses this LoRA configuration: {error}") from error
 
