@@ -100,6 +100,7 @@ class Executor:
         self._shell_gradient = self._allocate(shell.trained_nbytes)
         self._shell_sums = self._sums(sum_bytes(shell, parts=2))
         self._layer_sums: torch.Tensor | None = None
+        self._tails = [parts.Tail() for _ in layouts]
         self._trained = [frozenset(entry.name for entry in layout.trained) for layout in layouts]
         self._shell_trained = {e.name: anatomy.shell.parameters[e.name] for e in shell.trained}
         self._parameter_order = [name for name, p in anatomy.model.named_parameters() if p.requires_grad]
@@ -394,10 +395,9 @@ class Executor:
     ) -> None:
         hidden = self.saved.get(layer, mb)
         stream.keep(hidden)
-        if self._anatomy.model.training:
-            after = self._random.get()
-            self._random.set(state.random_states.pop((layer, mb)))
-        gradient = parts.backward(
+        after = self._random.get()
+        backward = partial(
+            parts.backward,
             self._anatomy.layers[layer],
             self._tensors(layer, slot),
             frozenset() if total is None else self._trained[layer],
@@ -406,12 +406,24 @@ class Executor:
             hidden,
             state.output_gradients[mb],
             _unexpected if total is None else total.add,
+            self._tails[layer],
         )
-        if self._anatomy.model.training:
-            self._random.set(after)
+        self._rewind(state, layer, mb)
+        try:
+            gradient = backward()
+        except parts.DifferentError:
+            self._rewind(state, layer, mb)
+            gradient = backward()
+        state.random_states.pop((layer, mb), None)
+        self._random.set(after)
         self._inspect(layer, "backward", state.output_gradients[mb], gradient)
         self._keep_output_gradient(state, mb, gradient)
         self.saved.release(layer, mb)
+
+    def _rewind(self, state: StepState, layer: int, mb: int) -> None:
+        """Random draws of a recompute are those of the forward that it repeats."""
+        if (layer, mb) in state.random_states:
+            self._random.set(state.random_states[(layer, mb)])
 
     def _inspect(self, layer: int, phase: str, came: torch.Tensor, went: torch.Tensor) -> None:
         if self.inspecting:

@@ -7,14 +7,17 @@ from megatrain.anatomy.check import check
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
+from megatrain.anatomy.tail import DifferentError, Tail
 from megatrain.anatomy.widths import Widths, widths
 
 __all__ = [
     "Anatomy",
     "Arithmetic",
     "Chunk",
+    "DifferentError",
     "Dtypes",
     "RandomState",
+    "Tail",
     "Tape",
     "Unit",
     "UnsupportedModelError",

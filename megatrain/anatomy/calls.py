@@ -9,7 +9,7 @@ Note: what passes between shell and layers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain.anatomy.stub import hidden_of
+from megatrain.anatomy.tail import Tail
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -134,11 +135,13 @@ def backward(
     hidden: torch.Tensor,
     gradient: torch.Tensor,
     on_gradient: Callable[[str, torch.Tensor], None],
+    tail: Tail | None = None,
 ) -> torch.Tensor:
     """Recompute layer `index` under autograd and send `gradient` (of its output) back.
 
     Returns the gradient of `hidden`. `on_gradient(name, gradient)` is called once for each trained tensor that
-    has one, as soon as autograd has it whole; the tensor passed is not used afterwards.
+    has one, as soon as autograd has it whole; the tensor passed is not used afterwards. tail: what of the recompute is
+    left out; DifferentError, before any gradient is reported, if it must be done again.
     """
     call = tape.calls[index]
     with torch.enable_grad(), collecting(tape.keys) as collected:
@@ -148,7 +151,8 @@ def backward(
         extras = {at: call.leaves[at].detach().requires_grad_() for at in call.extras}
         leaves = _leaves(tensors, trained, on_gradient)
         args, kwargs = call.arguments(leaf, extras)
-        output = hidden_of(functional_call(layer, leaves, args, kwargs, strict=True))
+        with nullcontext() if tail is None else tail.recompute():
+            output = hidden_of(functional_call(layer, leaves, args, kwargs, strict=True))
         _run_backward([output, *_in_order(collected)], [gradient, *tape.collected_gradients.get(index, [])])
     for at, extra in extras.items():
         if extra.grad is not None:
