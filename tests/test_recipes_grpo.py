@@ -22,9 +22,10 @@ PROMPTS, BATCH, MICRO_BATCH, EACH = 40, 4, 5, 3
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # model, options that both sides have
     "dapo": ("llama", {}),
-    "grpo, with a reference": ("qwen3", {"loss_type": "grpo", "beta": 0.1, "scale_rewards": "batch"}),
+    "grpo, with a reference": ("qwen3", {"loss_type": "grpo", "beta": 2.0, "scale_rewards": "batch"}),
+    "grpo, KL as in its paper": ("llama", {"loss_type": "grpo", "beta": 2.0, "use_bias_correction_kl": False}),
     "dr_grpo, not scaled": ("llama", {"loss_type": "dr_grpo", "scale_rewards": "none", "temperature": 0.7}),
-    "dapo, only what ended": ("qwen3", {"beta": 0.05, "mask_truncated_completions": True, "temperature": 1.3}),
+    "dapo, only what ended": ("qwen3", {"beta": 1.0, "mask_truncated_completions": True, "temperature": 1.3}),
     "two rewards, weighted": ("llama", {"reward_weights": [1.0, 0.25]}),
 }
 

@@ -28,7 +28,8 @@ class GRPO:
 
     num_generations: answers per prompt, at temperature, of at most max_completion_length tokens. epsilon_low,
     epsilon_high: how far probabilities may move from what they were when the answers were drawn; of effect only with a
-    server, for every set of answers is trained on once. beta: how dear it is to leave the reference (0 = free).
+    server, for every set of answers is trained on once. beta: how dear it is to leave the reference (0 = free);
+    use_bias_correction_kl: by the gradient of the divergence itself, not of its estimate (arXiv:2512.02556).
     scale_rewards: what advantages are divided by. mask_truncated_completions: answers that did not end train nothing.
     server, server_model: an OpenAI-compatible server that answers instead; see `server`. Weights are NOT sent to it.
     """
@@ -42,6 +43,7 @@ class GRPO:
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
+    use_bias_correction_kl: bool = True
     loss_type: LossType = "dapo"
     scale_rewards: Scale = "group"
     mask_truncated_completions: bool = False
@@ -104,7 +106,8 @@ class GRPO:
             if reference is not None:
                 apart = divergence(scores, reference)
                 metrics["kl"] = float((apart.detach() * mask).sum() / mask.sum())
-                losses = losses + self.beta * apart
+                weight = (scores - old).exp() if self.use_bias_correction_kl else 1.0
+                losses = losses + self.beta * apart * weight
             return aggregate(losses, mask, self.loss_type, self.max_completion_length)
 
         return engine.step(batch, objective, temperature=self.temperature, metrics=metrics)
