@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatrain.anatomy.adapters import add_lora, merged
-from megatrain.anatomy.load import from_config, load_model, load_tokenizer
+from megatrain.anatomy.load import from_config, load_model, load_tokenizer, without_dropout
 from megatrain.anatomy.presets import named_config
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
@@ -48,6 +48,8 @@ def make_engine(settings: Settings) -> StreamingEngine:
     model = _make_model(settings)
     if settings.lora is not None:
         model = add_lora(model, settings.lora.options, seed=settings.run.seed)
+    if settings.recipe.disable_dropout:
+        without_dropout(model)
     second = settings.recipe.needs_reference and settings.lora is None  # adapters can be switched off instead
     config = replace(settings.engine, keep_reference=True) if second else settings.engine
     return StreamingEngine(model, config, settings.optimizer)

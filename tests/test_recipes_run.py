@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from families import build
+from reference import make_batch
 from safetensors.torch import load_file
 
 from examples.make_inputs import main as make_inputs
+from megatrain.anatomy.load import without_dropout
 from megatrain.jobs import make_batches, make_engine, make_run
-from megatrain.recipes import DPO, GRPO, SFT
+from megatrain.recipes import DPO, GRPO, SFT, Reward
 from megatrain.settings import Settings, SettingsError, dump_settings, load_settings
 
 LEAST = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}, "run": {"folder": "r", "steps": 4}}
@@ -130,3 +133,16 @@ def test_dpo_without_a_reference_says_what_to_set(inputs: Path, tmp_path: Path) 
     batch = next(make_batches(settings_for(inputs, tmp_path, {"name": "dpo"}, "pairs.jsonl")))
     with make_engine(settings) as engine, pytest.raises(ValueError, match="keep_reference=True"):
         DPO().step(engine, batch)
+
+
+def test_preferences_are_learnt_without_dropout() -> None:
+    """So that policy and reference differ by their weights alone; TRL does so, too."""
+    model = build("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)
+    llama = build("llama", attention_dropout=0.3)
+    for each in (model, llama):
+        without_dropout(each)
+        batch = make_batch(each)
+        assert torch.equal(each.train()(**batch).logits, each.eval()(**batch).logits)
+    assert DPO().disable_dropout
+    assert Reward().disable_dropout
+    assert not SFT().disable_dropout

@@ -54,6 +54,16 @@ def _expanded(config: Any) -> dict[str, Any]:
     return {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
 
 
+def without_dropout(model: torch.nn.Module) -> None:
+    """Switch all dropout off for good, in training, too."""
+    module: Any
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # given to the kernel, not a module
+            module.attention_dropout = 0.0
+
+
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that belongs to a model; as for `load_model`."""
     with loading(name):

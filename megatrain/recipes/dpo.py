@@ -24,13 +24,15 @@ LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 class DPO:
     """beta: how dear it is to leave the reference. loss_type: see `dpo_loss`.
 
-    label_smoothing: the share of preferences that are thought to be wrong; for "robust" only.
+    label_smoothing: the share of preferences that are thought to be wrong; for "robust" only. disable_dropout: none, so
+    that policy and reference differ by their weights alone.
     """
 
     name: Literal["dpo"] = "dpo"
     beta: float = 0.1
     loss_type: LossType = "sigmoid"
     label_smoothing: float = 0.0
+    disable_dropout: bool = True
     reads: ClassVar[Reads] = "pairs"
     outputs: ClassVar[int | None] = None
     needs_reference: ClassVar[bool] = True

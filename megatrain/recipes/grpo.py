@@ -31,7 +31,8 @@ class GRPO:
     server, for every set of answers is trained on once. beta: how dear it is to leave the reference (0 = free);
     use_bias_correction_kl: by the gradient of the divergence itself, not of its estimate (arXiv:2512.02556).
     scale_rewards: what advantages are divided by. mask_truncated_completions: answers that did not end train nothing.
-    server, server_model: an OpenAI-compatible server that answers instead; see `server`. Weights are NOT sent to it.
+    disable_dropout: none, also while answers are learnt from. server, server_model: an OpenAI-compatible server that
+    answers instead; see `server`. Weights are NOT sent to it.
     """
 
     name: Literal["grpo"] = "grpo"
@@ -47,6 +48,7 @@ class GRPO:
     loss_type: LossType = "dapo"
     scale_rewards: Scale = "group"
     mask_truncated_completions: bool = False
+    disable_dropout: bool = False
     seed: int = 0
     server: str | None = None
     server_model: str | None = None

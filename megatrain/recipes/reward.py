@@ -18,10 +18,14 @@ from megatrain.recipes.common import Reads, pair_metrics, require
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """center_rewards_coefficient: how much rewards are held around 0 (arXiv:2312.09244, eq. 2); 0 = not at all."""
+    """center_rewards_coefficient: how much rewards are held around 0 (arXiv:2312.09244, eq. 2); 0 = not at all.
+
+    disable_dropout: none, so that two answers are judged by the same weights.
+    """
 
     name: Literal["reward"] = "reward"
     center_rewards_coefficient: float = 0.0
+    disable_dropout: bool = True
     reads: ClassVar[Reads] = "pairs"
     outputs: ClassVar[int | None] = 1
     needs_reference: ClassVar[bool] = False

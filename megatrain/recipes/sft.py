@@ -18,6 +18,7 @@ class SFT:
     reads: ClassVar[Reads] = "documents"
     outputs: ClassVar[int | None] = None
     needs_reference: ClassVar[bool] = False
+    disable_dropout: ClassVar[bool] = False
 
     def step(self, engine: StreamingEngine, batch: TokenBatch) -> StepResult:
         """One optimizer step, on the model's own loss."""
