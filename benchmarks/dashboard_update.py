@@ -21,7 +21,7 @@ from comm.base_comm import BaseComm
 from ipywidgets import Widget
 
 from benchmarks.table import table
-from dashboard import panels
+from dashboard import panels, post_training
 from dashboard.columns import LIVE_SEGMENTS, make_frame
 from dashboard.figures import build_figure, update_figure
 from dashboard.history import History, window_of
@@ -77,7 +77,11 @@ def update(history: History, records: Records, figure: Any, bars: int) -> int:
     )
     update_figure(figure, frame)
     metrics, record = history.metrics_of(None), history.record(None)
-    panels.headline(status, INFO, history.steps, history.newest_memory)
+    newest = history.evaluations[-1] if history.evaluations else None
+    beside, between_s = history.now_beside, history.between_s
+    panels.headline(status, INFO, history.steps, history.newest_memory, newest, beside=beside, between_s=between_s)
+    post_training.metric_table(history.metric_rows())
+    post_training.sample_list(history.samples)
     panels.buffer_strip(history, INFO)
     panels.layer_table(rows)
     if metrics is not None and record is not None:

@@ -101,6 +101,8 @@ class Dashboard:
                 _scrolling(drawing.figure),
                 drawing.buffers,
                 drawing.summary,
+                drawing.metrics,
+                drawing.samples,
                 controls.table,
                 drawing.layers,
                 Names(),

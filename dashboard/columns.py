@@ -11,6 +11,7 @@ import numpy as np
 
 from dashboard.axis import Axis, Window
 from dashboard.bars import LIMIT, Bars, Words, make_bars
+from dashboard.beside import Beside, around
 from dashboard.curves import Lines
 from dashboard.history import Buffer, History
 from dashboard.layers import HeatMap, LayerRow, heat_map
@@ -39,7 +40,8 @@ class Frame:
     """All that one drawing of the figure needs.
 
     work: kinds are OPS. waits: kinds are CAUSES. buffers: kinds are STATES. follow: the layer that stands out, if any.
-    memory, per_step: see `history.MEMORY_COLUMNS` and STEP_COLUMNS. limits: GB or GB/s by name, where known.
+    memory, per_step, held_out: see `history.MEMORY_COLUMNS`, STEP_COLUMNS and EVALUATION_COLUMNS.
+    limits: GB or GB/s by name, where known.
     """
 
     width_ms: float
@@ -51,6 +53,7 @@ class Frame:
     markers: list[Flag]
     memory: Lines
     per_step: Lines
+    held_out: Lines
     layers: HeatMap
     limits: dict[str, float]
     has_gpu: bool
@@ -73,7 +76,8 @@ def make_frame(
     info, planned_bytes: what limits are drawn from. rows: of the heat map, by default those of the newest step.
     """
     axis = Axis(window, history.held(window))
-    bars = lane_bars(history.work(window), history.waited(window), axis, most_bars, follow)
+    beside = history.beside(window)
+    bars = lane_bars(history.work(window), history.waited(window), axis, most_bars, follow, beside)
     buffers, names = buffer_bars(history.states(window), axis, most_segments, follow)
     sample = history.newest_memory
     return Frame(
@@ -82,10 +86,11 @@ def make_frame(
         waits=bars.where(bars.kind >= len(OPS)),
         buffers=buffers,
         buffer_names=names,
-        steps=step_flags(history.steps, axis),
+        steps=step_flags(history.steps, axis, beside, history.running_s),
         markers=marker_flags(history.markers, axis),
         memory=history.memory_lines(),
         per_step=history.step_lines(),
+        held_out=history.evaluation_lines(),
         layers=heat_map(history.layer_rows() if rows is None else rows),
         limits=limits_of(info, planned_bytes),
         has_gpu=sample is not None and sample.device_used_bytes is not None,
@@ -111,32 +116,46 @@ def limits_of(info: RunInfo | None, planned_bytes: int) -> dict[str, float]:
 
 
 def lane_bars(
-    spans: Noted[Span], waits: Noted[Wait], axis: Axis, limit: int = LIMIT, follow: int | None = None
+    spans: Noted[Span],
+    waits: Noted[Wait],
+    axis: Axis,
+    limit: int = LIMIT,
+    follow: int | None = None,
+    beside: Sequence[Beside] = (),
 ) -> Bars:
-    """Return bars of spans, and of the seconds in which compute waited, in the row of compute; rows are ROWS."""
+    """Return bars of spans, and of the seconds in which compute waited, in the row of compute; rows are ROWS.
+
+    beside: what was computed between steps, and says so.
+    """
     shown = waits.where(waits.pieces["kind"] != PAUSED)
     records: list[Span | Wait] = [*spans.records, *shown.records]
     pieces = joined([spans.pieces, shown.pieces])
-    return make_bars(pieces, axis, KINDS, lambda number: _describe(records[number]), limit, follow)
+
+    def words(number: int) -> Words:
+        record = records[number]
+        return _describe(record, around(beside, record.start_s, record.end_s))
+
+    return make_bars(pieces, axis, KINDS, words, limit, follow)
 
 
 @lru_cache(REMEMBERED)
-def _describe(record: Span | Wait) -> Words:
+def _describe(record: Span | Wait, beside: Beside | None) -> Words:
     if isinstance(record, Wait):
         return Words(record.cause, wait_words(record))
-    return Words("emb/head" if record.layer is None else str(record.layer), span_words(record))
+    where = f"step {record.step}" if beside is None else f"{beside.what} before step {beside.step}"
+    return Words("emb/head" if record.layer is None else str(record.layer), span_words(record, where))
 
 
-def step_flags(steps: Sequence[StepRecord], axis: Axis) -> list[Flag]:
-    """Return a flag where each step begins, of the running one too, at the end of the last."""
-    flags = [
-        Flag(axis.ms(step.start_s), f"step {step.step}")
-        for step in steps
-        if axis.window.start_s <= step.start_s < axis.window.end_s
-    ]
-    if steps and axis.window.start_s <= steps[-1].end_s < axis.window.end_s:
-        flags.append(Flag(axis.ms(steps[-1].end_s), f"step {steps[-1].step + 1}"))
-    return flags
+def step_flags(
+    steps: Sequence[StepRecord], axis: Axis, beside: Sequence[Beside] = (), running_s: float | None = None
+) -> list[Flag]:
+    """Return a flag where each step begins, the running one too, and where something else was computed between two."""
+    start_s, end_s = axis.window
+    begun = [(step.start_s, f"step {step.step}") for step in steps if start_s <= step.start_s < end_s]
+    begun += [(each.start_s, each.what) for each in beside if start_s <= each.start_s < end_s]
+    if running_s is not None and start_s <= running_s < end_s:
+        begun.append((running_s, f"step {steps[-1].step + 1 if steps else 0}"))
+    return [Flag(axis.ms(time_s), text) for time_s, text in sorted(begun)]
 
 
 def marker_flags(markers: Iterable[Marker], axis: Axis) -> list[Flag]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from dashboard import panels
+from dashboard import panels, post_training
 from dashboard.answers import Answers
 from dashboard.axis import Window
 from dashboard.columns import LIVE_BARS, LIVE_SEGMENTS, Frame, make_frame
 from dashboard.figures import forget, layer_at, update_figure
+from dashboard.fold import Fold
 from dashboard.history import History
 from dashboard.layers import LayerRow
 from dashboard.live_figure import LiveFigure
@@ -32,8 +33,9 @@ class Drawing:
         self.figure = LiveFigure()
         self.style, self.headline, self.advice, self.answers = (widgets.HTML() for _ in range(4))
         self.held, self.buffers, self.summary, self.layers = (widgets.HTML() for _ in range(4))
-        self.log = widgets.HTML()
-        self.style.value = panels.STYLE
+        self.log, self.metrics = widgets.HTML(), widgets.HTML()
+        self.samples = Fold(post_training.ANSWERS)
+        self.style.value = panels.STYLE + post_training.STYLE
         self.advice.layout.min_height = "34px"
         self._held_s: float | None = None  # when the run was held last, while its panel is there
         for trace in self.figure.data:
@@ -51,13 +53,26 @@ class Drawing:
         rows = history.layer_rows(view.last_step)
         self._draw_figure(history, window, status, info, rows)
         metrics, record = history.metrics_of(view.last_step), history.record(view.last_step)
-        self.headline.value = panels.headline(status, info, history.steps, history.newest_memory)
+        self._draw_headline(status, info, history)
         self.advice.value = panels.sentence(advice(metrics, record)) if metrics and record else ""
         self.log.value = panels.last_words(status, log)
         self._draw_held(status, history)
         self.buffers.value = panels.buffer_strip(history, info)
         self.summary.value = panels.step_summary(metrics, info) if metrics else ""
+        self.metrics.value = post_training.metric_table(history.metric_rows())
+        self.samples.show(post_training.sample_list(history.samples))
         self.layers.value = panels.layer_table(rows, view.sort_by, view.descending)
+
+    def _draw_headline(self, status: Status, info: RunInfo | None, history: History) -> None:
+        self.headline.value = panels.headline(
+            status,
+            info,
+            history.steps,
+            history.newest_memory,
+            history.evaluations[-1] if history.evaluations else None,
+            beside=history.now_beside,
+            between_s=history.between_s,
+        )
 
     def _draw_figure(
         self, history: History, window: Window, status: Status, info: RunInfo | None, rows: tuple[LayerRow, ...]

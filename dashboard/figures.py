@@ -38,6 +38,7 @@ from dashboard.colours import (
     YELLOW,
 )
 from dashboard.columns import Flag, Frame, make_frame
+from dashboard.curves import Lines
 from dashboard.history import History
 from dashboard.layers import QUANTITIES, HeatMap
 from dashboard.pieces import NO_LAYER, ROWS
@@ -65,6 +66,7 @@ from dashboard.places import (
     WIDE,
     legend_text,
 )
+from dashboard.post_training import held_out_words
 from dashboard.words import LANE_WORDS
 
 NORM_RIGHT, FLOPS_RIGHT = 13, 14  # y axes on the right of two plots
@@ -87,7 +89,7 @@ class CurveOf:
     column: str
     name: str
     colour: str
-    source: Literal["memory", "per_step"] = "per_step"
+    source: Literal["memory", "per_step", "held_out"] = "per_step"
     y_axis: int | None = None
     stacked: bool = False
     dashed: bool = False
@@ -122,6 +124,7 @@ CURVES = (
     CurveOf(NORM, "gradient norm", "gradient norm", BLUE),
     CurveOf(NORM, "learning rate", "learning rate", ORANGE, y_axis=NORM_RIGHT),
     CurveOf(LOSS, "loss", "loss", BLUE),
+    CurveOf(LOSS, "held-out loss", "held-out loss", ORANGE, "held_out"),
     CurveOf(TOKENS, "tokens/s", "tokens per second", GREEN),
     CurveOf(FLOPS, "TFLOP/s", "model TFLOP/s", BLUE),
     CurveOf(FLOPS, "MFU", "MFU (%)", ORANGE, y_axis=FLOPS_RIGHT),
@@ -277,13 +280,22 @@ def _verticals(flags: Sequence[Flag], bottom: float, top: float) -> Values:
 
 
 def _curves(frame: Frame) -> dict[int, Values]:
-    """Curves; one that is nowhere above zero is left out (no GPU, no such wait)."""
+    """Curves; one that is nowhere above zero is left out (no GPU, no such wait), but a loss may be below."""
     wanted = {}
     for trace, curve in enumerate(CURVES, FIRST_CURVE):
         lines = getattr(frame, curve.source)
         y = lines.y[curve.column]
-        wanted[trace] = {"x": lines.x, "y": y, "visible": bool((y > 0).any())}
+        seen = np.isfinite(y) if curve.plot == LOSS else y > 0
+        wanted[trace] = {"x": lines.x, "y": y, "visible": bool(seen.any())}
+        if curve.source == "held_out":
+            wanted[trace]["hovertext"] = _held_out_words(lines)
     return wanted
+
+
+def _held_out_words(lines: Lines) -> npt.NDArray[np.object_]:
+    rows = zip(lines.x, *lines.y.values(), strict=True)
+    words = [f"after {done:,.0f} steps: {held_out_words(loss, perplexity)}" for done, loss, perplexity in rows]
+    return np.array(words, object)
 
 
 def _limits(frame: Frame) -> dict[int, Values]:
@@ -314,7 +326,13 @@ def _words(frame: Frame) -> Values:
     """Titles and legends say no more than there is to see."""
     mfu = bool((frame.per_step.y["MFU"] > 0).any())
     wanted: Values = {f"yaxis{FLOPS_RIGHT}.visible": mfu}
-    for plot, known, title in ((DEVICE, frame.has_gpu, NO_GPU_TITLE), (FLOPS, mfu, NO_MFU_TITLE)):
+    held_out = bool(np.isfinite(frame.held_out.y["held-out loss"]).any())
+    less = (
+        (DEVICE, frame.has_gpu, NO_GPU_TITLE),
+        (FLOPS, mfu, NO_MFU_TITLE),
+        (LOSS, held_out, PLACES[LOSS].title),
+    )
+    for plot, known, title in less:
         place = PLACES[plot]
         (legend,) = place.legend
         wanted[f"annotations[{plot - 1}].text"] = place.title if known else title
@@ -404,12 +422,12 @@ def _curve_trace(curve: CurveOf) -> go.Scatter:
     axes = _PLOT_AXES[curve.plot] | ({"yaxis": f"y{curve.y_axis}"} if curve.y_axis else {})
     return go.Scatter(
         name=curve.name,
-        mode="lines+markers" if curve.source == "per_step" else "lines",  # a single step must show
+        mode="lines" if curve.source == "memory" else "lines+markers",  # a single step must show
         line={"color": curve.colour, "width": 2, "dash": _dash(curve)},
-        marker={"size": 3},
+        marker={"size": 7 if curve.source == "held_out" else 3},  # looks are few
         stackgroup="all" if curve.stacked else None,
         visible=False,
-        hovertemplate=f"%{{y:.4g}}<extra>{curve.name}</extra>",
+        hovertemplate=f"%{{{'hovertext' if curve.source == 'held_out' else 'y:.4g'}}}<extra>{curve.name}</extra>",
         **axes,
     )
 

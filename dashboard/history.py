@@ -6,23 +6,29 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from statistics import median
 from typing import get_args
 
 from dashboard.axis import Interval, Window
+from dashboard.beside import Beside, around, between, since
 from dashboard.curves import Curve, Lines, largest, mean
 from dashboard.gradients import GradientWay, HostGradient
 from dashboard.layers import LayerRow, rows_of_step
 from dashboard.log import Log
-from dashboard.pieces import COMPUTE, Noted, joined, pieces_of_changes, pieces_of_spans, pieces_of_waits
+from dashboard.pieces import COMPUTE, Noted, Pieces, joined, pieces_of_changes, pieces_of_spans, pieces_of_waits
+from dashboard.post_training import perplexity
+from dashboard.recipe_metrics import MetricRow, RecipeMetrics
 from megatrain.trace import (
     HELD,
+    EvaluationRecord,
     LayerStats,
     Marker,
     MemorySample,
     Records,
+    SampleRecord,
     SlotChange,
     SlotKind,
     Span,
@@ -33,8 +39,10 @@ from megatrain.trace import (
     compute_waits,
     step_metrics,
 )
+from megatrain.trace.intervals import gaps, intersection, length
 
 SPANS, CHANGES, STEPS, MARKERS = 200_000, 20_000, 100_000, 10_000  # most that are kept; changes: of one buffer
+EVALUATIONS, SAMPLES = 256, 1_000  # newest ones that are kept as they are
 DETAILED = 256  # newest steps whose metrics, waits and layer statistics are kept
 UNSETTLED = 2  # newest steps that late spans may still change
 CLOCK_SLACK_S = 1e-4  # lanes read the clock a little after each other
@@ -44,6 +52,7 @@ CAUSES: tuple[WaitCause, ...] = tuple(cause for cause in get_args(WaitCause) if 
 Buffer = tuple[int, int]  # kind, slot
 
 MEMORY_COLUMNS = ("arena", "this process", "other processes", "reserved", "card", "RSS", "pinned", "free")
+EVALUATION_COLUMNS = ("held-out loss", "perplexity")
 STEP_COLUMNS = (
     *("loss", "gradient norm", "learning rate", "tokens/s", "TFLOP/s", "MFU"),
     *("hidden: weights in", "hidden: gradients out", "hidden: optimizer"),
@@ -76,9 +85,15 @@ class History:
         self._loads: dict[int, int] = {}  # bytes of the newest load of each layer
         self._memory = Curve(MEMORY_COLUMNS, largest)
         self._curve = Curve(STEP_COLUMNS, mean)
+        self._held_out = Curve(EVALUATION_COLUMNS, mean)
+        self.evaluations: list[EvaluationRecord] = []  # the newest
+        self.samples: list[SampleRecord] = []  # of the newest look at prompts
+        self._recipe = RecipeMetrics()
+        self._metric_rows: tuple[MetricRow, ...] | None = None
         self._metrics: dict[int, StepMetrics] = {}
         self._waits: dict[int, Noted[Wait]] = {}
         self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
+        self._gaps: dict[Window, list[Wait]] = {}  # waits between steps that were asked for
         self._tail: tuple[float, list[Wait]] = (math.nan, [])  # waits of the step that runs, from where on
         self._news_s = math.inf  # the start of the earliest span that came after those were found
         self._settled = 0  # steps that are in the curve
@@ -104,8 +119,11 @@ class History:
         self._add_memory(records.memory)
         self._add_layers(records.layers)
         self._add_steps(records.steps)
+        self._add_evaluations(records.evaluations)
+        self._add_samples(records.samples)
         earliest_s = min((span.start_s for span in records.spans), default=math.inf)
         self._news_s = min(self._news_s, earliest_s - CLOCK_SLACK_S)
+        self._gaps = {part: waits for part, waits in self._gaps.items() if part.end_s <= earliest_s}
         self._measure(earliest_s)
 
     def _add_changes(self, changes: Iterable[SlotChange]) -> None:
@@ -135,6 +153,22 @@ class History:
         dropped = max(0, len(self.steps) - STEPS)
         del self.steps[:dropped]
         self._settled = max(0, self._settled - dropped)
+        self._metric_rows = None
+
+    def _add_evaluations(self, evaluations: Sequence[EvaluationRecord]) -> None:
+        if evaluations:
+            found = sorted(evaluations, key=lambda evaluation: evaluation.time_s)
+            self._held_out.extend([(each.step, each.loss, perplexity(each)) for each in found])
+            self.evaluations = [*self.evaluations, *found][-EVALUATIONS:]
+            self._metric_rows = None
+
+    def _add_samples(self, samples: Iterable[SampleRecord]) -> None:
+        """Keep those of the newest look only, in the order of the prompts."""
+        for sample in samples:
+            if self.samples and sample.step > self.samples[0].step:
+                self.samples = []
+            if not self.samples or sample.step == self.samples[0].step:
+                self.samples = [*self.samples, sample][:SAMPLES]
 
     # ---- figures per step ----
 
@@ -145,6 +179,7 @@ class History:
                 self._measure_step(record)
         settled = max(self._settled, len(self.steps) - UNSETTLED)
         self._curve.extend([self._row(record) for record in self.steps[self._settled : settled]])
+        self._recipe.extend(self.steps[self._settled : settled])
         self._settled = settled
         for step in sorted(self._metrics)[:-DETAILED]:
             del self._metrics[step]
@@ -188,9 +223,30 @@ class History:
         recent = [step.end_s - step.start_s for step in self.steps[-RECENT_STEPS:]]
         return median(recent) if recent else None
 
+    @property
+    def between_s(self) -> float:
+        """What lies between two steps (data, held-out data, answers), on average; what the user held is left out."""
+        known = [step for step in self.steps[-DETAILED:] if step.start_s >= 0]  # not those before a checkpoint
+        if len(known) < 2:
+            return 0.0
+        apart = gaps([(step.start_s, step.end_s) for step in known], known[0].start_s, known[-1].end_s)
+        return (length(apart) - length(intersection(apart, self._held))) / (len(known) - 1)
+
     def step_lines(self) -> Lines:
         """Curves over steps, named by STEP_COLUMNS."""
         return self._curve.lines([self._row(record) for record in self.steps[self._settled :]])
+
+    def evaluation_lines(self) -> Lines:
+        """Curves over optimizer steps done, named by EVALUATION_COLUMNS."""
+        return self._held_out.lines()
+
+    def metric_rows(self) -> tuple[MetricRow, ...]:
+        """What the recipe tells; empty where it tells nothing."""
+        if self._metric_rows is None:
+            held_out = self.evaluations[-1].metrics if self.evaluations else {}
+            recent = self.steps[-RECENT_STEPS:]
+            self._metric_rows = self._recipe.rows(self.steps[self._settled :], recent, held_out)
+        return self._metric_rows
 
     def memory_lines(self) -> Lines:
         """Curves over seconds of the run, in GB, named by MEMORY_COLUMNS."""
@@ -276,11 +332,18 @@ class History:
         end_s = min(window.end_s, float(compute["end_s"].max()))
         known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
         edges = [start_s, *(edge for record in known for edge in (record.start_s, record.end_s)), end_s]
-        between = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
-        found = [wait for part in between[:-1] for wait in compute_waits(self.spans(part), *part, self._held)]
-        found += self._tail_waits(between[-1]) if between else []
+        apart = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
+        found = [wait for part in apart[:-1] for wait in self._gap_waits(part)]
+        found += self._tail_waits(apart[-1]) if apart else []
+        beside = self.beside(window)
+        found = [wait for wait in found if wait.cause != "other" or around(beside, wait.start_s, wait.end_s) is None]
         parts = [_noted(found), *(self._waits[record.step] for record in known)]
         return Noted([wait for part in parts for wait in part.records], joined(part.pieces for part in parts))
+
+    def _gap_waits(self, part: Window) -> list[Wait]:
+        if part not in self._gaps:
+            self._gaps[part] = compute_waits(self.spans(part), *part, self._held)
+        return self._gaps[part]
 
     def _tail_waits(self, part: Window) -> list[Wait]:
         """Waits of the step that runs: those before the earliest news stay as they were found."""
@@ -295,6 +358,56 @@ class History:
 
     def _records_within(self, start_s: float, end_s: float) -> list[StepRecord]:
         return [r for r in self.steps[-DETAILED:] if r.start_s >= start_s and r.end_s <= end_s]
+
+    # ---- between steps ----
+
+    def beside(self, window: Window) -> list[Beside]:
+        """What was computed between the steps of a window, before its first and after its last, in order."""
+        first = bisect_right(self.steps, window.start_s, key=lambda step: step.end_s)
+        inside = [*takewhile(lambda step: step.start_s < window.end_s, islice(self.steps, first, None))]
+        starts = [window.start_s, *(step.end_s for step in inside)]
+        found = [self._between(start_s, step.start_s, step.step) for start_s, step in zip(starts, inside, strict=False)]
+        if first + len(inside) == len(self.steps):
+            found.append(self._after_all(starts[-1]))
+        return [each for each in found if each is not None]
+
+    def _between(self, start_s: float, end_s: float, step: int) -> Beside | None:
+        computed = self._computed(start_s, end_s)
+        return between(computed, step, evaluated=self._evaluated(start_s, end_s))
+
+    def _after_all(self, start_s: float) -> Beside | None:
+        """What was computed since the newest step, less the one that runs."""
+        computed = since(self._computed(start_s, math.inf)).beside
+        return between(computed, self._coming, evaluated=self._evaluated(start_s, math.inf))
+
+    def _computed(self, start_s: float, end_s: float) -> Pieces:
+        """Pieces of compute that start there."""
+        pieces = self._spans.between(start_s, end_s).pieces
+        computed: Pieces = pieces[(pieces["row"] == COMPUTE) & (pieces["start_s"] >= start_s)]
+        return computed
+
+    def _evaluated(self, start_s: float, end_s: float) -> bool:
+        return any(start_s <= found.time_s <= end_s for found in self.evaluations)
+
+    @property
+    def _coming(self) -> int:
+        """The number of the step that runs, or would come next."""
+        return self.steps[-1].step + 1 if self.steps else 0
+
+    @property
+    def running_s(self) -> float | None:
+        """When the step that runs began, as far as is known; where nothing was computed since the newest, its end."""
+        ended_s = self.steps[-1].end_s if self.steps else -math.inf
+        begun = since(self._computed(ended_s, math.inf))
+        return ended_s if self.steps and not len(begun.beside) else begun.running_s
+
+    @property
+    def now_beside(self) -> str:
+        """What the engine is at, where that is no step; empty where it is, or nobody knows."""
+        if self.running_s is not None:
+            return ""
+        newest = self._after_all(self.steps[-1].end_s if self.steps else -math.inf)
+        return newest.what if newest else ""
 
     def held(self, window: Window) -> list[Interval]:
         """When the run was held by its user, as far as it touches the window."""

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dashboard import panels
+from dashboard import panels, post_training
 from dashboard.columns import last_steps, make_frame
 from dashboard.figures import build_figure, update_figure
 from dashboard.history import History
@@ -58,10 +58,17 @@ def write_page(
         advice=escape(_advice(history)),
         figure=figure.to_html(full_html=False, include_plotlyjs=True, config=config),
         table=_table(history.steps, history.metrics[-TABLE_STEPS:]),
-        panels=panels.STYLE + panels.buffer_strip(history, info) + panels.layer_table(history.layer_rows()),
+        panels=_panels(history, info),
         footer=_footer(history),
     )
     write_atomically(path, page.encode())
+
+
+def _panels(history: History, info: RunInfo | None) -> str:
+    told = post_training.metric_table(history.metric_rows())
+    said = post_training.folded(post_training.sample_list(history.samples))
+    styles = panels.STYLE + post_training.STYLE
+    return styles + told + said + panels.buffer_strip(history, info) + panels.layer_table(history.layer_rows())
 
 
 def _history(source: Recorder | Records | History, info: RunInfo | None) -> History:

@@ -15,6 +15,7 @@ from statistics import median
 from dashboard.colours import GRADIENT_COLOURS, STATE_COLOURS
 from dashboard.history import RECENT_STEPS, History
 from dashboard.layers import QUANTITIES, LayerRow
+from dashboard.post_training import held_out_words, perplexity
 from dashboard.words import (
     LANE_WORDS,
     WORTH_MENTIONING,
@@ -26,7 +27,7 @@ from dashboard.words import (
     state_word,
 )
 from megatrain.report import Inspection, RunInfo, RunState, Status, TensorStats
-from megatrain.trace import MemorySample, SlotChange, StepMetrics, StepRecord
+from megatrain.trace import EvaluationRecord, MemorySample, SlotChange, StepMetrics, StepRecord
 
 STYLE = (
     "<style>"
@@ -70,17 +71,32 @@ def sentence(text: str) -> str:
 
 
 def headline(
-    status: Status, info: RunInfo | None, steps: Sequence[StepRecord], memory: MemorySample | None = None
+    status: Status,
+    info: RunInfo | None,
+    steps: Sequence[StepRecord],
+    memory: MemorySample | None = None,
+    evaluation: EvaluationRecord | None = None,
+    *,
+    beside: str = "",
+    between_s: float = 0.0,
 ) -> str:
-    """Return the run in one line: state, step, position, loss, tokens per second, time left, memory."""
+    """Return the run in one line: state, step, position, loss, tokens per second, time left, memory.
+
+    evaluation: the newest. beside: what the engine is at where that is no step. between_s: see `time_left`.
+    """
     facts = {"state": status.state.value, "steps done": _steps_done(status, info)}
     if status.position is not None:
-        facts["at"] = f"{status.position.phase} of layer {status.position.layer}"
+        place = f"{status.position.phase} of layer {status.position.layer}"
+        facts["at"] = f"{beside}, {place}" if beside else place
     if steps:
         newest = steps[-1]
         facts["loss"] = f"{newest.loss:.4f}" + (f" (not applied: {newest.skipped})" if newest.skipped else "")
-        facts["tokens per second"] = _tokens_per_s(newest)
-        facts["time left"] = time_left(status, info, steps)
+    if evaluation is not None and not math.isnan(evaluation.loss):
+        found = held_out_words(evaluation.loss, perplexity(evaluation))
+        facts["held-out loss"] = f"{found} (after {evaluation.step:,})"
+    if steps:
+        facts["tokens per second"] = _tokens_per_s(steps[-1])
+        facts["time left"] = time_left(status, info, steps, between_s)
     if memory is not None:
         facts |= _memory_facts(memory)
     error = f'<p class="error" role="alert">{escape(status.error)}</p>' if status.error else ""
@@ -97,12 +113,15 @@ def _tokens_per_s(step: StepRecord) -> str:
     return f"{step.sequence_tokens / seconds:,.0f}" if seconds > 0 else "–"
 
 
-def time_left(status: Status, info: RunInfo | None, steps: Sequence[StepRecord]) -> str:
-    """Return how long the remaining steps will take, if they are like the last ones; "–" where nobody can say."""
+def time_left(status: Status, info: RunInfo | None, steps: Sequence[StepRecord], between_s: float = 0.0) -> str:
+    """Return how long the remaining steps will take, if they are like the last ones; "–" where nobody can say.
+
+    between_s: what lies between two steps, on average.
+    """
     if info is None or status.state.over or not steps:
         return "–"
     seconds = median(step.end_s - step.start_s for step in steps[-RECENT_STEPS:])
-    left = duration(seconds * max(0, info.steps - status.steps_done))
+    left = duration((seconds + between_s) * max(0, info.steps - status.steps_done))
     return f"{left}, once it runs on" if status.state is RunState.PAUSED else left
 
 

@@ -80,7 +80,7 @@ PLACES = {
     ),
     HOST: _narrow(1, 1, "Host memory (GB; dashed: all of it)", ("process", BLUE), ("pinned", GREEN), ("free", GREY)),
     NORM: _narrow(1, 2, "Gradient norm, learning rate", ("norm", BLUE), ("learning rate, right", ORANGE)),
-    LOSS: _narrow(2, 0, "Loss"),
+    LOSS: _narrow(2, 0, "Loss", ("loss", BLUE), ("held-out loss", ORANGE)),
     TOKENS: _narrow(2, 1, "Tokens per second"),
     FLOPS: _narrow(2, 2, "Model TFLOP/s and MFU", ("TFLOP/s", BLUE), ("MFU %, right", ORANGE)),
 }

@@ -18,6 +18,9 @@ KNOB_WORDS: dict[str, str] = {
     "resident_layers": "resident",
     "micro_batch_size": "micro-batch",
 }
+OP_WORDS: dict[str, str] = {  # of what does not go without saying
+    "score": "log-probabilities of the labels, no gradient",
+}
 LANE_WORDS: dict[str, str] = {
     "h2d": "weights in",
     "compute": "compute",
@@ -89,13 +92,14 @@ def gigabytes_per_s(bytes_per_s: float | None) -> str:
     return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:,.3g}"
 
 
-def span_words(span: Span) -> str:
-    """Return hover text: what, which layer, micro-batch and buffer, how much, how fast, how long."""
+def span_words(span: Span, where: str) -> str:
+    """Return hover text: what, which layer, micro-batch and buffer, how much, how fast, how long. where: in the run."""
     seconds = span.end_s - span.start_s
-    lines = [f"<b>{span.op}</b>, {layer_name(span.layer)}, step {span.step}"]
-    where = [f"micro-batch {span.micro_batch}"] if span.micro_batch is not None else []
-    where += [f"buffer {span.slot}"] if span.slot is not None else []
-    lines += [", ".join(where)] if where else []
+    lines = [f"<b>{span.op}</b>, {layer_name(span.layer)}, {where}"]
+    lines += [OP_WORDS[span.op]] if span.op in OP_WORDS else []
+    places = [f"micro-batch {span.micro_batch}"] if span.micro_batch is not None else []
+    places += [f"buffer {span.slot}"] if span.slot is not None else []
+    lines += [", ".join(places)] if places else []
     if span.nbytes and seconds > 0:
         lines.append(f"{size(span.nbytes)} at {span.nbytes / seconds / 1e9:.3g} GB/s")
     return "<br>".join([*lines, milliseconds(seconds)])
