@@ -66,7 +66,7 @@ from dashboard.places import (
     WIDE,
     legend_text,
 )
-from dashboard.post_training import held_out_words
+from dashboard.post_training import held_out_words, steps
 from dashboard.words import LANE_WORDS
 
 NORM_RIGHT, FLOPS_RIGHT = 13, 14  # y axes on the right of two plots
@@ -294,7 +294,7 @@ def _curves(frame: Frame) -> dict[int, Values]:
 
 def _held_out_words(lines: Lines) -> npt.NDArray[np.object_]:
     rows = zip(lines.x, *lines.y.values(), strict=True)
-    words = [f"after {done:,.0f} steps: {held_out_words(loss, perplexity)}" for done, loss, perplexity in rows]
+    words = [f"after {steps(int(done))}: {held_out_words(loss, perplexity)}" for done, loss, perplexity in rows]
     return np.array(words, object)
 
 

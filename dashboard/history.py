@@ -382,8 +382,8 @@ class History:
 
     def _computed(self, start_s: float, end_s: float) -> Pieces:
         """Pieces of compute that start there."""
-        pieces = self._spans.between(start_s, end_s).pieces
-        computed: Pieces = pieces[(pieces["row"] == COMPUTE) & (pieces["start_s"] >= start_s)]
+        pieces = self._spans.starting(start_s, end_s)
+        computed: Pieces = pieces[pieces["row"] == COMPUTE]
         return computed
 
     def _evaluated(self, start_s: float, end_s: float) -> bool:

@@ -59,6 +59,10 @@ class Log(Generic[R]):
         found = self._cut(first, bisect_left(self.starts_s, end_s))
         return found.where(found.pieces["end_s"] > start_s)
 
+    def starting(self, start_s: float, end_s: float) -> Pieces:
+        """Pieces of those that start in this time, without their records."""
+        return self.pieces[bisect_left(self.starts_s, start_s) : bisect_left(self.starts_s, end_s)]
+
     def reaching(self, window: Window) -> Noted[R]:
         """Those that start in the window, and the last before it."""
         first = max(0, bisect_right(self.starts_s, window.start_s) - 1)

@@ -16,6 +16,7 @@ from dashboard.colours import GRADIENT_COLOURS, STATE_COLOURS
 from dashboard.history import RECENT_STEPS, History
 from dashboard.layers import QUANTITIES, LayerRow
 from dashboard.post_training import held_out_words, perplexity
+from dashboard.post_training import steps as done
 from dashboard.words import (
     LANE_WORDS,
     WORTH_MENTIONING,
@@ -93,7 +94,7 @@ def headline(
         facts["loss"] = f"{newest.loss:.4f}" + (f" (not applied: {newest.skipped})" if newest.skipped else "")
     if evaluation is not None and not math.isnan(evaluation.loss):
         found = held_out_words(evaluation.loss, perplexity(evaluation))
-        facts["held-out loss"] = f"{found} (after {evaluation.step:,})"
+        facts["held-out loss"] = f"{found} (after {done(evaluation.step)})"
     if steps:
         facts["tokens per second"] = _tokens_per_s(steps[-1])
         facts["time left"] = time_left(status, info, steps, between_s)

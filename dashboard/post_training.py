@@ -41,6 +41,10 @@ def held_out_words(loss: float, perplexity: float) -> str:
     return f"{loss:.4f}" + ("" if math.isnan(perplexity) else f", perplexity {perplexity:,.4g}")
 
 
+def steps(done: int) -> str:
+    return f"{done:,} step{'' if done == 1 else 's'}"
+
+
 # ---- metrics ----
 
 
@@ -95,7 +99,7 @@ def _sample_list(samples: tuple[SampleRecord, ...]) -> str:
     shown = samples[:MOST_SAMPLES]
     items = "".join(f'<dt dir="auto">{_said(each.prompt)}</dt><dd dir="auto">{_said(each.text)}</dd>' for each in shown)
     more = f"<p><small>and {len(samples) - len(shown):,} more</small></p>" if len(samples) > len(shown) else ""
-    title = f"After {_steps(samples[0].step)}"
+    title = f"After {steps(samples[0].step)}"
     body = f'<p>{title}</p><dl tabindex="0">{items}</dl>{more}'
     return f'<section class="mt samples" aria-label="{ANSWERS}">{body}</section>'
 
@@ -104,10 +108,6 @@ def _said(text: str) -> str:
     rest = len(text) - MOST_CHARACTERS
     more = f" <small>… and {rest:,} more characters</small>" if rest > 0 else ""
     return (escape(text[:MOST_CHARACTERS]) or "<small>(nothing)</small>") + more
-
-
-def _steps(done: int) -> str:
-    return f"{done:,} step{'' if done == 1 else 's'}"
 
 
 def folded(html: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import ipywidgets as widgets
 import pytest
+from looking_run import looking_run
 from stages import HELD, MadeUpRun, Stage
 from traced_run import TracedRun, memory_sample
 
@@ -72,6 +73,19 @@ def test_a_frame_shows_the_run(stage: Stage) -> None:
     assert "running" in stage.shown._drawing.headline.value
     assert "Layers in the last step" in stage.shown._drawing.layers.value
     assert stage.shown.error is None
+
+
+def test_answers_and_held_out_loss_come_with_their_records(stage: Stage, run: MadeUpRun) -> None:
+    stage.tick()
+    assert stage.shown._drawing.samples.layout.display == "none"
+    records = looking_run()
+    for record in [*records.evaluations, *records.samples]:
+        run.recorder.add(record)
+    stage.tick()
+    assert stage.shown._drawing.samples.layout.display is None
+    assert "&lt;script&gt;" in stage.shown._drawing.samples.html
+    assert "2.2500, perplexity 9.488 (after 2 steps)" in stage.shown._drawing.headline.value
+    assert stage.shown._drawing.metrics.value == ""
 
 
 def test_nothing_is_sent_while_nothing_changes(stage: Stage, sent: list[tuple[Any, str]]) -> None:

@@ -169,7 +169,7 @@ def test_segments_of_a_buffer_follow_each_other_without_gaps(rows: list[tuple[in
 def test_flags_of_steps_count_from_the_window_and_tell_of_the_one_that_runs() -> None:
     flags = step_flags([step(0), step(1), step(2)], Axis(Window(1, 2)))
     assert [(flag.time_ms, flag.text) for flag in flags] == [(0, "step 1")]
-    running = step_flags([step(0), step(1)], Axis(Window(1, 2)))
+    running = step_flags([step(0), step(1)], Axis(Window(1, 2)), running_s=1.5)
     assert [(flag.time_ms, flag.text) for flag in running] == [(0, "step 1"), (500, "step 2")]
 
 

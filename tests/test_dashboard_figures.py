@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from looking_run import looking_run
 from traced_run import TracedRun, memory_sample
 
 from dashboard.colours import OP_COLOURS, STATE_COLOURS, WAIT_COLOURS
@@ -204,6 +205,35 @@ def test_curves_with_nothing_to_show_are_left_out() -> None:
     assert not shown["saved inputs"]
     assert not shown["MFU (%)"]
     assert not shown["all host memory"]
+
+
+def test_held_out_losses_are_points_of_the_loss_plot() -> None:
+    figure = build_figure()
+
+    def said() -> str:
+        return " ".join(note.text for note in figure.layout.annotations)
+
+    update_figure(figure, frame(TracedRun().steps(2).snapshot()))
+    by_name = {trace.name: trace for trace in figure.data}
+    assert not by_name["held-out loss"].visible
+    assert "held-out loss" not in said()
+    update_figure(figure, frame(looking_run()))
+    points = by_name["held-out loss"]
+    assert points.visible
+    assert (points.xaxis, points.yaxis) == (by_name["loss"].xaxis, by_name["loss"].yaxis)
+    assert (points.x.tolist(), points.y.tolist()) == ([1, 2], [2.5, 2.25])
+    assert points.hovertext.tolist() == [
+        "after 1 step: 2.5000, perplexity 12.18",
+        "after 2 steps: 2.2500, perplexity 9.488",
+    ]
+    assert "held-out loss" in said()
+
+
+def test_a_loss_may_be_negative() -> None:
+    records = looking_run()
+    figure = build_figure()
+    update_figure(figure, frame(replace(records, steps=[replace(step, loss=-0.5) for step in records.steps])))
+    assert next(trace for trace in figure.data if trace.name == "loss").visible
 
 
 def test_limits_are_dashed_lines_where_they_are_known() -> None:

@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from looking_run import looking_run
 from traced_run import TracedRun
 
 from dashboard.history import History
@@ -62,3 +63,16 @@ def test_what_a_viewer_remembers_can_be_written_too(tmp_path: Path) -> None:
     write_page(tmp_path / "run.html", History(TracedRun().steps(2).snapshot()), "a run", info=info)
     text = (tmp_path / "run.html").read_text()
     assert "<span>moments</span><b>1 GB</b>" in text
+
+
+def test_the_page_has_what_the_model_answered(tmp_path: Path) -> None:
+    records = looking_run()
+    told = [replace(step, metrics={"rewards/margins": 0.5}) for step in records.steps]
+    text = page(tmp_path, replace(records, steps=told))
+    assert '<details class="mt" open><summary>What the model answers</summary>' in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<script>alert(1)" not in text
+    assert "rewards/margins" in text
+    plain = page(tmp_path, TracedRun().steps(1))
+    assert "What the model answers" not in plain
+    assert "What the recipe measures" not in plain

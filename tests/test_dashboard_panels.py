@@ -4,6 +4,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from looking_run import step_record
 from traced_run import TracedRun, memory_sample
 
 from dashboard import panels
@@ -11,7 +12,7 @@ from dashboard.history import History
 from dashboard.layers import LayerRow
 from megatrain.report import Inspection, RunInfo, RunState, Status, TensorStats
 from megatrain.steering import Knobs, Position
-from megatrain.trace import SlotChange, StepMetrics
+from megatrain.trace import HELD, EvaluationRecord, Marker, Records, SlotChange, StepMetrics
 
 INFO = RunInfo("m", 6, 100, 1, 0.0, "cpu", 1, 1, 1, {"weights": 2 * 10**9, "moments": 10**12}, 64 * 10**9, 8 * 10**9)
 HISTORY = History(TracedRun().steps(3).snapshot())
@@ -73,6 +74,25 @@ def test_headline_shows_memory_of_a_card_a_step_that_was_skipped_and_an_error() 
     assert "device 5 GB of 80 GB" in text(html)
     assert "(not applied: loss &lt;nan&gt;)" in html
     assert '<p class="error" role="alert">layer 3: &lt;out of memory&gt;</p>' in html
+
+
+def test_headline_tells_of_held_out_data_and_of_what_is_no_step() -> None:
+    seen = EvaluationRecord(1.0, 3, 2.0, 90)
+    words = text(panels.headline(RUNNING, INFO, HISTORY.steps, None, seen, beside="evaluation"))
+    assert "at evaluation, backward of layer 4" in words
+    assert "held-out loss 2.0000, perplexity 7.389 (after 3 steps)" in words
+    nothing = EvaluationRecord(1.0, 3, math.nan, 90, {"reward/mean": 1.0})
+    assert "held-out" not in panels.headline(RUNNING, INFO, HISTORY.steps, None, nothing)
+
+
+def test_time_left_counts_what_lies_between_steps() -> None:
+    steps = [step_record(0, 0), step_record(1, 10), step_record(2, 25)]
+    history = History(Records(steps=steps, markers=[Marker(24.0, HELD, 20.0, 24.0, 2, None)]))
+    assert history.between_s == (5 + 10 - 4) / 2
+    assert panels.time_left(replace(RUNNING, steps_done=90), INFO, steps, history.between_s) == "1 min 45 s"
+    assert History(Records(steps=steps[:1])).between_s == 0
+    earlier = [replace(step_record(0, 0), start_s=-9000.0, end_s=-8000.0), step_record(1, 10), step_record(2, 25)]
+    assert History(Records(steps=earlier)).between_s == 10  # not the time in which there was no run
 
 
 def test_time_left_is_the_median_of_the_last_steps() -> None:

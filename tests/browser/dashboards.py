@@ -50,9 +50,13 @@ class DashboardPage:
         """What the flags above the timeline say; those close together share one."""
         return " ".join(self._trace(FLAGS, "hovertext"))
 
+    def names(self) -> list[str]:
+        """What begins in the picture: steps, and what is none."""
+        return [name.strip() for name in self._trace(NAMES, "text")]
+
     def steps(self) -> list[int]:
         """Numbers of the steps that begin in the picture."""
-        return [int(name.split()[1]) for name in self._trace(NAMES, "text")]
+        return [int(name.split()[1]) for name in self.names() if name.startswith("step ")]
 
     def rows(self, kind: str) -> int:
         """Device buffers of a kind in the picture."""
@@ -107,6 +111,16 @@ class DashboardPage:
         """What is shown of the place where the run is held."""
         panel = self.page.locator("section[aria-label^='Held before']")
         return panel.inner_text() if panel.count() else ""
+
+    def said(self) -> str:
+        """Prompts and answers, as far as they are to be seen."""
+        panel = self.page.locator(".mt.samples")
+        return panel.inner_text() if panel.count() and panel.is_visible() else ""
+
+    def fold(self, title: str) -> None:
+        """Fold a panel away or back, by keyboard."""
+        self.page.locator("summary", has_text=title).focus()
+        self.page.keyboard.press("Enter")
 
     def beyond_edge(self) -> float:
         """By how many pixels the control furthest to the right stands over the edge of the output."""

@@ -13,7 +13,7 @@ from dashboards import DashboardPage
 from pages import NotebookPage, Watch
 from playwright.sync_api import Browser
 from servers import LabServer, wait_until
-from slow_runs import LAYERS, end_run, slow_run
+from slow_runs import LAYERS, PROMPT, end_run, looking_run, slow_run
 from viewers import viewing
 
 from megatrain import TrainingRun
@@ -245,6 +245,36 @@ def test_a_zoom_stays_while_the_run_goes_on(
     end = board.time_shown()[1]
     board.until(lambda: board.time_shown()[1] != end, "and what comes")
     assert board.time_shown()[0] == 0
+
+
+@pytest.mark.parametrize(("theme", "width"), [("Light", 1400), ("Dark", 1000)])
+def test_what_the_model_answers_is_text_and_can_be_folded_away(
+    notebook: NotebookPage, board: DashboardPage, server: LabServer, folder: Path, theme: str, width: int
+) -> None:
+    looking_run(folder).start()
+    name = server.write_notebook(f"answers{width}.ipynb", IMPORTS, ATTACH.format(folder=str(folder)))
+    notebook.page.set_viewport_size({"width": width, "height": 2900})
+    notebook.open_notebook(server.lab_url(name))
+    theme = f"'apputils:change-theme', {{theme: 'JupyterLab {theme}'}}"
+    notebook.page.evaluate(f"window.jupyterapp.commands.execute({theme})")
+    notebook.run_all()
+    title = board.page.title()
+    board.until(lambda: "After 2 steps" in board.said(), "it answers")
+    board.until(lambda: "perplexity" in board.fact("held-out loss"), "its loss on other data is told")
+    assert PROMPT in board.said()  # as it stands there
+    assert board.page.locator(".mt.samples script").count() == 0
+    board.until(lambda: "generation" in str(board.names()), "the timeline says so")
+    board.until(lambda: "After 4 steps" in board.said(), "and again")
+    assert "JupyterLab" in title
+    assert "taken over" not in board.page.title()
+    notebook.screenshot(f"answers_{theme.split()[-1][:-2].lower()}_{width}")
+    board.fold("What the model answers")
+    board.until(lambda: not board.said(), "it is gone")
+    done = board.steps_done()
+    board.until(lambda: board.steps_done() > done + 2, "the run goes on")
+    assert not board.said()  # also when there are others
+    board.fold("What the model answers")
+    board.until(lambda: PROMPT in board.said(), "it is back")
 
 
 @pytest.mark.parametrize("width", [1000, 1800])
