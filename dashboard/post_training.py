@@ -21,8 +21,8 @@ HEADS = ("metric", "newest", "mean of the last 20 steps", "held out", "by step")
 
 STYLE = (
     "<style>"
-    ".mt.samples dl{margin:0;max-height:420px;overflow:auto}.mt.samples dt{opacity:.75;margin-top:8px}"
-    ".mt.samples dd{margin:0 0 0 16px}.mt.samples dt,.mt.samples dd{white-space:pre-wrap;overflow-wrap:anywhere}"
+    ".mt.samples ul{max-height:420px;overflow:auto}.mt.samples li p{white-space:pre-wrap;overflow-wrap:anywhere}"
+    ".mt .asked{opacity:.75}.mt p.answered{margin:0 0 10px 16px}"
     ".mt polyline{fill:none;stroke:currentColor;stroke-width:1.2}.mt summary{cursor:pointer;font-weight:600}"
     ".mt-fold:has(details:not([open]))+.mt-folded{display:none}"
     "</style>"
@@ -97,11 +97,16 @@ def _sample_list(samples: tuple[SampleRecord, ...]) -> str:
     if not samples:
         return ""
     shown = samples[:MOST_SAMPLES]
-    items = "".join(f'<dt dir="auto">{_said(each.prompt)}</dt><dd dir="auto">{_said(each.text)}</dd>' for each in shown)
+    items = "".join(map(_sample, shown))
     more = f"<p><small>and {len(samples) - len(shown):,} more</small></p>" if len(samples) > len(shown) else ""
     title = f"After {steps(samples[0].step)}"
-    body = f'<p>{title}</p><dl tabindex="0">{items}</dl>{more}'
+    body = f'<p>{title}</p><ul tabindex="0" aria-label="prompts and answers">{items}</ul>{more}'
     return f'<section class="mt samples" aria-label="{ANSWERS}">{body}</section>'
+
+
+def _sample(sample: SampleRecord) -> str:
+    asked, answered = _said(sample.prompt), _said(sample.text)
+    return f'<li><p class="asked" dir="auto">{asked}</p><p class="answered" dir="auto">{answered}</p></li>'
 
 
 def _said(text: str) -> str:

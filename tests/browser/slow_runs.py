@@ -44,7 +44,7 @@ PROMPT = "<script>document.title = 'taken over'</script>"
 
 
 def make_llama() -> StreamingEngine:
-    throttle = Throttle(link_bytes_per_s=4e6)
+    throttle = Throttle(link_bytes_per_s=2e6)
     config = EngineConfig(device="cpu", dtype="float32", micro_batch_size=2, throttle=throttle)
     return StreamingEngine(build("llama", vocab_size=VOCAB), config, AdamWConfig(lr=1e-3))
 
