@@ -133,17 +133,18 @@ def lane_bars(
 
     def words(number: int) -> Words:
         record = records[number]
-        return _describe(record, around(beside, record.start_s, record.end_s))
+        apart = around(beside, record.start_s, record.end_s)
+        return _describe(record, "" if apart is None else f"{apart.what} before step {apart.step}")
 
     return make_bars(pieces, axis, KINDS, words, limit, follow)
 
 
 @lru_cache(REMEMBERED)
-def _describe(record: Span | Wait, beside: Beside | None) -> Words:
+def _describe(record: Span | Wait, beside: str) -> Words:
     if isinstance(record, Wait):
         return Words(record.cause, wait_words(record))
-    where = f"step {record.step}" if beside is None else f"{beside.what} before step {beside.step}"
-    return Words("emb/head" if record.layer is None else str(record.layer), span_words(record, where))
+    label = "emb/head" if record.layer is None else str(record.layer)
+    return Words(label, span_words(record, beside or f"step {record.step}"))
 
 
 def step_flags(

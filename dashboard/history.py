@@ -93,7 +93,7 @@ class History:
         self._metrics: dict[int, StepMetrics] = {}
         self._waits: dict[int, Noted[Wait]] = {}
         self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
-        self._gaps: dict[Window, list[Wait]] = {}  # waits between steps that were asked for
+        self._gaps: dict[Window, list[Wait]] = {}  # waits between the steps that were shown last
         self._tail: tuple[float, list[Wait]] = (math.nan, [])  # waits of the step that runs, from where on
         self._news_s = math.inf  # the start of the earliest span that came after those were found
         self._settled = 0  # steps that are in the curve
@@ -333,7 +333,8 @@ class History:
         known = [r for r in self._records_within(start_s, end_s) if r.step in self._waits]
         edges = [start_s, *(edge for record in known for edge in (record.start_s, record.end_s)), end_s]
         apart = [Window(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
-        found = [wait for part in apart[:-1] for wait in self._gap_waits(part)]
+        self._gaps = {part: self._gap_waits(part) for part in apart[:-1]}
+        found = [wait for waits in self._gaps.values() for wait in waits]
         found += self._tail_waits(apart[-1]) if apart else []
         beside = self.beside(window)
         found = [wait for wait in found if wait.cause != "other" or around(beside, wait.start_s, wait.end_s) is None]
@@ -341,9 +342,8 @@ class History:
         return Noted([wait for part in parts for wait in part.records], joined(part.pieces for part in parts))
 
     def _gap_waits(self, part: Window) -> list[Wait]:
-        if part not in self._gaps:
-            self._gaps[part] = compute_waits(self.spans(part), *part, self._held)
-        return self._gaps[part]
+        known = self._gaps.get(part)
+        return compute_waits(self.spans(part), *part, self._held) if known is None else known
 
     def _tail_waits(self, part: Window) -> list[Wait]:
         """Waits of the step that runs: those before the earliest news stay as they were found."""
