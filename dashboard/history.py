@@ -90,6 +90,7 @@ class History:
         self.samples: list[SampleRecord] = []  # of the newest look at prompts
         self._recipe = RecipeMetrics()
         self._metric_rows: tuple[MetricRow, ...] | None = None
+        self._between_s: float | None = None
         self._metrics: dict[int, StepMetrics] = {}
         self._waits: dict[int, Noted[Wait]] = {}
         self._rows: dict[int, tuple[LayerRow, ...]] = {}  # of steps that were asked for
@@ -153,7 +154,7 @@ class History:
         dropped = max(0, len(self.steps) - STEPS)
         del self.steps[:dropped]
         self._settled = max(0, self._settled - dropped)
-        self._metric_rows = None
+        self._metric_rows = self._between_s = None
 
     def _add_evaluations(self, evaluations: Sequence[EvaluationRecord]) -> None:
         if evaluations:
@@ -226,6 +227,11 @@ class History:
     @property
     def between_s(self) -> float:
         """What lies between two steps (data, held-out data, answers), on average; what the user held is left out."""
+        if self._between_s is None:
+            self._between_s = self._mean_between_s()
+        return self._between_s
+
+    def _mean_between_s(self) -> float:
         known = [step for step in self.steps[-DETAILED:] if step.start_s >= 0]  # not those before a checkpoint
         if len(known) < 2:
             return 0.0
