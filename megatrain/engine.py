@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from megatrain import anatomy as parts
 from megatrain.activations import OffloadedInputs
@@ -814,13 +815,20 @@ def save_model(model: Any, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
     try:
-        model.save_pretrained(part)
+        _save_into(part, model)
         for file in sorted(path for path in part.rglob("*") if path.is_file()):  # peft makes a folder for each name
             place = target / file.relative_to(part)
             place.parent.mkdir(exist_ok=True)
             os.replace(file, place)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _save_into(folder: Path, model: Any) -> None:
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"the model cannot be written into {folder.parent}: {error}") from error
 
 
 def _take_over(unit: parts.Unit, host: HostLayer) -> None:

@@ -86,7 +86,7 @@ class RunFolder:
         The records of an ended run move to `earlier/<UTC time it began>/`. The folder is made readable for its user
         only, unless it held other things before it held a run. Raises ValueError if a run is alive in it.
         """
-        self._require_no_run_alive()
+        self.require_free()
         self._require_no_link_out()
         is_ours = not self.path.exists() or self.run.exists() or not any(self.path.iterdir())
         self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class RunFolder:
     def write_status(self, status: Status) -> None:
         """Replace what `status` gives; cheap enough for every step. ValueError if another process's run is alive."""
         if not self._is_own and self.run.exists() and self.info().process_id != os.getpid():
-            self._require_no_run_alive()
+            self.require_free()
         self._write(self.status_file, to_plain(status))
 
     def write_data(self, about: dict[str, Any]) -> None:
@@ -115,9 +115,9 @@ class RunFolder:
         self._write(self.data, about)
 
     def data_told(self) -> str:
-        """What became of the records that the run was given, in words; empty where it does not say."""
+        """What became of the records that the run was given, in words, without zeros; empty where it does not say."""
         counts = _json(self.data).get("counts", {}) if self.data.exists() else {}
-        return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+        return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count)
 
     def open_log(self) -> FileIO:
         """The file for what a run prints, to write at its end."""
@@ -126,7 +126,8 @@ class RunFolder:
     def _is_prepared(self) -> bool:
         return not self.run.exists() and self.status_file.exists() and self.status().state is RunState.NEW
 
-    def _require_no_run_alive(self) -> None:
+    def require_free(self) -> None:
+        """ValueError if a run is alive in it."""
         if not self.run.exists() or (state := self.status().state).over:
             return
         raise ValueError(
@@ -197,7 +198,12 @@ class RunFolder:
         if status.state.over or _lives(process_id, born_unix_s):
             return status
         error = status.error or f"process {process_id} is gone and did not say why; its last words may be in {self.log}"
-        return replace(status, state=RunState.LOST, held=None, error=error)
+        done = max(status.steps_done, self._steps_recorded())  # the status was written when the run began
+        return replace(status, state=RunState.LOST, steps_done=done, held=None, error=error)
+
+    def _steps_recorded(self) -> int:
+        """Steps, also skipped ones, whose records are in the folder."""
+        return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines that the run printed; empty where it printed nothing."""

@@ -98,7 +98,7 @@ def test_a_token_that_reaches_over_the_end_of_a_prompt_is_trained() -> None:
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             None,
-            r"it is 'preference'. tokenize takes text and",
+            r"it is 'preference'. Text and chats are for the recipes sft and pretrain",
         ),
         ({"prompt": "a"}, None, r"it is 'prompt'\. "),
     ],
@@ -199,7 +199,7 @@ def test_chats_without_a_common_beginning_are_refused(chosen: Any, rejected: Any
 
 
 def test_other_records_are_no_pairs() -> None:
-    with pytest.raises(ValueError, match=r"must be one of \('preference',\) here; it is 'text'"):
+    with pytest.raises(ValueError, match=r"must be 'preference' here; it is 'text'"):
         tokenize_pairs(records_from_rows([{"text": "a"}]), TOKENIZER, 32)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
-from megatrain.data import RecordError, Records, load_records, records_from_rows
+from megatrain.data import RecordError, Records, is_of_hub, load_records, records_from_rows
 from megatrain.data.formats import detect_format, to_messages
 
 ALPACA = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
@@ -213,3 +213,12 @@ def test_a_malformed_chat_is_a_record_error(turns: Any, rule: str) -> None:
 def test_alpaca_without_an_answer_is_a_record_error() -> None:
     with pytest.raises(RecordError, match="'output' must be a string; got None"):
         to_messages({**ALPACA, "output": None}, "alpaca")
+
+
+def test_what_is_on_the_disk_or_named_like_a_file_is_not_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").touch()
+    assert not is_of_hub(tmp_path)
+    assert not is_of_hub([tmp_path / "data.jsonl"])
+    assert is_of_hub("someone/something")
+    with pytest.raises(ValueError, match=r"no such file or folder: data.jsonl"):
+        is_of_hub("data.jsonl")

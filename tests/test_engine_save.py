@@ -11,6 +11,7 @@ import torch
 from families import build
 from pairs import LR, Pair, batches_for, differing, engine_config, outcome, require_same
 from reference import make_batch
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -109,6 +110,16 @@ def test_training_goes_on_from_a_saved_model(tmp_path: Path) -> None:
 def fail_after_one_file(folder: Path, *_: Any, **__: Any) -> None:
     (Path(folder) / "model.safetensors").write_bytes(b"half")
     raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_folder: Path) -> None:
+        raise SafetensorError("No space left on device")
+
+    with trained("llama") as engine:
+        monkeypatch.setattr(engine.model, "save_pretrained", fail)
+        with pytest.raises(OSError, match=rf"the model cannot be written into {tmp_path}: No space left on device"):
+            engine.save_pretrained(tmp_path)
 
 
 def test_a_failing_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,16 @@ def until_dead(process_id: int) -> None:
         time.sleep(0.005)
 
 
+def test_the_steps_of_a_lost_run_are_those_in_its_records(folder: RunFolder) -> None:
+    """Its status is as old as its last change of state."""
+    folder.create(INFO)
+    folder.write_status(Status(RunState.RUNNING, steps_done=1))
+    values = json.loads(folder.run.read_text())
+    folder.run.write_text(json.dumps(values | {"process_began_unix_s": 1.0}))
+    folder.metrics.write_text("{}\n" * 7)
+    assert (folder.status().state, folder.status().steps_done) == (RunState.LOST, 7)
+
+
 @pytest.mark.parametrize("over", [RunState.FINISHED, RunState.STOPPED, RunState.FAILED])
 def test_a_run_that_said_goodbye_is_not_lost(folder: RunFolder, over: RunState) -> None:
     folder.create(replace(INFO, process_id=2**22 + 1))  # more than Linux gives out

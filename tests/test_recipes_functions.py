@@ -86,3 +86,13 @@ def test_a_function_is_found_in_a_module_or_file(tmp_path: Path) -> None:
 def test_a_function_that_is_not_there_is_refused(where: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         load_function(where)
+
+
+def test_a_function_that_fails_is_named_with_the_place_where_it_did() -> None:
+    def broken(**_: Any) -> list[float]:
+        raise KeyError("oops")
+
+    with pytest.raises(
+        RuntimeError, match=r"the reward function broken failed: KeyError: 'oops' \(.*functions.py, line \d+\)"
+    ):
+        total_rewards([broken], None, *asked())

@@ -52,4 +52,6 @@ def _told(name: str | Path, error: str) -> str:
             f"{str(name)!r} is neither a folder nor a model that was downloaded before, and HF_HUB_OFFLINE forbids "
             "asking the hub: correct the name, or unset HF_HUB_OFFLINE"
         )
+    if "instantiate the backend tokenizer" in error:
+        return f"there is no tokenizer in {str(name)!r}: give another model's that fits (model.tokenizer)"
     return f"{str(name)!r} cannot be loaded: {error.strip().splitlines()[0]}"

@@ -27,7 +27,7 @@ from megatrain.data.documents import Counts, TokenizedDataset
 from megatrain.data.formats import RecordError
 from megatrain.data.pairs import Pairs, tokenize_pairs
 from megatrain.data.prompts import PromptBatch, Prompts, tokenize_prompts
-from megatrain.data.records import Records, load_records, records_from_rows
+from megatrain.data.records import Records, is_of_hub, load_records, records_from_rows
 from megatrain.data.tokens import LossOn, tokenize
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "TokenBatch",
     "TokenizedDataset",
     "docstring_records",
+    "is_of_hub",
     "load_records",
     "records_from_rows",
     "tokenize",

@@ -25,8 +25,9 @@ def check_reading(records: Records, formats: Sequence[Format], seq_len: int, on_
     check_on_bad_record(on_bad_record)
     if records.format not in formats:
         raise ValueError(
-            f"the format of the records must be one of {tuple(formats)} here; it is {records.format!r}. tokenize takes "
-            "text and chats, tokenize_pairs preferences, tokenize_prompts prompts"
+            f"the format of the records must be {' or '.join(map(repr, formats))} here; it is {records.format!r}. Text "
+            "and chats are for the recipes sft and pretrain (tokenize), preferences for dpo and reward "
+            "(tokenize_pairs), prompts for grpo (tokenize_prompts)"
         )
     if seq_len < 2:
         raise ValueError(f"seq_len must be ≥ 2, for a token is predicted from the one before it; got {seq_len!r}")

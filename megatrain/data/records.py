@@ -92,6 +92,11 @@ def load_records(
     return _with_format(rows, columns, format, skipped, _words(source))
 
 
+def is_of_hub(source: Source) -> bool:
+    """Whether `load_records` takes it for a data set of the hub; ValueError for a file that is not there."""
+    return _local_files(source) is None
+
+
 def check_on_bad_record(value: str) -> None:
     """Raise ValueError unless `value` says what to do with a bad record."""
     if value not in ("error", "skip"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -69,10 +70,15 @@ def _called(function: RewardFunction, batch: PromptBatch, rollouts: Rollouts) ->
     times = rollouts.per_prompt
     columns = {name: repeated(values, times) for name, values in batch.columns.items()}
     ids = [answer.ids for answer in rollouts.answers]
-    said = function(
-        prompts=repeated(batch.prompts, times), completions=rollouts.completions, completion_ids=ids, **columns
-    )
     name = getattr(function, "__name__", repr(function))
+    try:
+        said = function(
+            prompts=repeated(batch.prompts, times), completions=rollouts.completions, completion_ids=ids, **columns
+        )
+    except Exception as error:  # whatever the user's own code raises
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}, line {last.lineno}"
+        raise RuntimeError(f"the reward function {name} failed: {type(error).__name__}: {error} ({where})") from error
     if len(said) != len(ids):
         raise ValueError(
             f"the reward function {name} must say one number per answer; {len(ids)} answers got {len(said)}"
