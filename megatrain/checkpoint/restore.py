@@ -16,9 +16,14 @@ def restore(engine: StreamingEngine, checkpoints: Checkpoints, step: int | None 
     or of another model.
     """
     steps = checkpoints.steps()
-    if not steps or (step is not None and step not in steps):
-        there = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"no checkpoint of step {step or 'any'} in {checkpoints.folder}; there are: {there}")
+    if not steps:
+        raise CheckpointError(
+            f"there is no checkpoint in {checkpoints.folder}: a run leaves some where run.checkpoint_every is set, "
+            "and one when it is stopped"
+        )
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise CheckpointError(f"no checkpoint of step {step} in {checkpoints.folder}; there are: {there}")
     manifest = checkpoints.verify(steps[-1] if step is None else step)
     folder = checkpoints.path(manifest.step)
     parts = engine.parts()

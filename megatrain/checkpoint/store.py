@@ -134,7 +134,11 @@ class Checkpoints:
 
     def _damaged(self, step: int, path: Path, why: str) -> CheckpointError:
         earlier = [other for other in self.steps() if other < step]
-        offer = f"the one before is of step {earlier[-1]}" if earlier else "there is none before it"
+        offer = (
+            f"the one before is of step {earlier[-1]}: it is the newest once {self.path(step)} is moved away"
+            if earlier
+            else "there is none before it"
+        )
         return CheckpointError(f"checkpoint of step {step} is damaged: {path}: {why}; {offer}")
 
 

@@ -23,12 +23,14 @@ STEPS_FILE = "steps.jsonl"  # in a checkpoint: the record of all steps before it
 class Saving:
     """every: steps between checkpoints; None = none. keep: which of them stay on the disk.
 
-    resume: go on from the newest checkpoint in the run's folder, if there is one.
+    resume: go on from the newest checkpoint in the run's folder, if there is one. at_stop: a run that is stopped before
+    its last step leaves one, whatever `every` is.
     """
 
     every: int | None = None
     keep: Keep = field(default_factory=Keep)
     resume: bool = False
+    at_stop: bool = False
 
     def __post_init__(self) -> None:
         every = self.every
@@ -72,9 +74,10 @@ class Saver:
         if wishes or (self._saving.every is not None and done % self._saving.every == 0):
             self._write(done, wishes)
 
-    def at_end(self, done: int) -> None:
+    def at_end(self, done: int, *, stopped: bool) -> None:
         """Called when no further step comes: what is not on the disk yet is written, and waited for."""
-        if self._saving.every is not None and done > self.steps_done and done not in self._writer.begun:
+        wanted = self._saving.every is not None or (stopped and self._saving.at_stop)
+        if wanted and done > self.steps_done and done not in self._writer.begun:
             self._write(done)
         self._writer.wait()
 

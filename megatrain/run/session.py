@@ -147,7 +147,7 @@ class Session:
         if self._evaluator is not None and not self.engine.control.stopping:
             self._evaluator.at_end(self.steps_done)
         if self._saver is not None:
-            self._saver.at_end(self.steps_done)
+            self._saver.at_end(self.steps_done, stopped=self.steps_done < self._job.steps)
         if self.engine.control.stopping:
             recorder = self.engine.recorder
             recorder.add(Marker(recorder.now(), "stopped", False, True, self.engine.steps_applied - 1, None))

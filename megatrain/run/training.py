@@ -38,7 +38,8 @@ class TrainingRun:
     save: leave the trained model in the folder's `model`.
     checkpoint_every: steps between complete states in the folder's `checkpoints`, written while training goes on, and
         one at the end; keep: which of them stay. resume: go on from the newest one, if there is one: the same bits as
-        without the break, with the same model, batches and optimizer, whatever the buffer counts.
+        without the break, with the same model, batches and optimizer, whatever the buffer counts. checkpoint_at_stop:
+        a run that is stopped before its last step leaves one, also without checkpoint_every.
     evaluating: held-out data and prompts, looked at every so many steps; evaluations.jsonl and samples.jsonl.
     sinks: where the curves go, too: "tensorboard" and "wandb", in folders of these names within the run's folder. One
         that fails is logged once and left alone; training goes on.
@@ -58,6 +59,7 @@ class TrainingRun:
         process: bool | None = None,
         save: bool = False,
         checkpoint_every: int | None = None,
+        checkpoint_at_stop: bool = False,
         keep: Keep | None = None,
         resume: bool = False,
         evaluating: Evaluating | None = None,
@@ -65,7 +67,7 @@ class TrainingRun:
         machine: Machine | None = None,
     ) -> None:
         rates = {} if machine is None else machine.rates
-        saving = Saving(checkpoint_every, keep or Keep(), resume)
+        saving = Saving(checkpoint_every, keep or Keep(), resume, checkpoint_at_stop)
         job = Job(engine, batches, steps, step, lr_schedule, save, saving, evaluating, sinks, **rates)
         self.steps = steps
         self.folder = Path(run_dir) if run_dir is not None else None
