@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +48,7 @@ def parse_resident(text: str) -> int | str:
     raise typer.BadParameter(f'{text!r} is neither a number of layers nor "auto"')
 
 
-@app.command()
+@app.command(short_help="What a run needs of memory, and whether it fits.")
 def plan(
     model: Annotated[
         str, typer.Argument(help="A preset (see below), a folder with a config.json, or a model of the hub.")
@@ -113,9 +115,9 @@ def train(
         list[str] | None, typer.Argument(help="Changes on top of it, such as engine.prefetch_depth=2 run.steps=100.")
     ] = None,
 ) -> None:
-    """Train what a configuration file says. Ctrl-C stops after the step in progress, twice at once.
+    """Train what a configuration file says. Ctrl-C or SIGTERM stops after the step in progress, twice at once.
 
-    Exit code 0: all steps done; 1: it failed; 2: wrong use; 3: stopped by Ctrl-C, can be resumed; 130: stopped at once.
+    Exit code 0: all steps done; 1: it failed; 2: wrong use; 3: stopped, with a checkpoint; 130: stopped at once.
     """
     from megatrain.settings import load_settings
 
@@ -127,7 +129,7 @@ def train(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(short_help="Go on from a run's newest checkpoint.")
 def resume(run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")]) -> None:
     """Go on from a run's newest checkpoint, with the same bits as without the break. Exit codes as for `train`."""
     from megatrain.settings import settings_of
@@ -159,7 +161,7 @@ def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
     raise typer.Exit(1 if now.state in (RunState.FAILED, RunState.LOST) else 0)
 
 
-@app.command()
+@app.command(short_help="Write the model of a checkpoint for from_pretrained.")
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")],
     out: Annotated[Path, typer.Argument(help="Where the model goes, in Hugging Face's format.")],
@@ -190,15 +192,17 @@ def trace(
 
     with _told_errors():
         RunFolder(run).status()  # a folder that is no run is refused here
+        if not out.absolute().parent.is_dir():
+            raise ValueError(f"{out.parent} is no folder: make it, or write the trace elsewhere")
         reader = JournalReader(run)
         records = reader.poll()
         reader.close()
         last = records.steps[-steps:]
         write_chrome_trace(out, records, start_s=last[0].start_s if last else 0.0)
-    typer.echo(f"{len(last)} steps are in {out}")
+    typer.echo(f"{len(last)} {'step is' if len(last) == 1 else 'steps are'} in {out}")
 
 
-@app.command()
+@app.command(short_help="Train a small model on this machine, to see it work.")
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Folder for the model, the timeline page and the metrics.")] = Path(
         "runs/demo"
@@ -215,7 +219,7 @@ def demo(
     raise typer.Exit(0 if run_demo(run_dir, steps=steps, minutes=minutes) else 1)
 
 
-@app.command()
+@app.command(short_help="Show a run in the browser, live or over.")
 def dashboard(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run (its run_dir).", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of this machine to serve on; 0 takes any.")] = 0,
@@ -244,8 +248,15 @@ def _told_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {_in_words(error)}", err=True)
         raise typer.Exit(WRONG_USE if isinstance(error, ValueError) else FAILED) from None
+
+
+def _in_words(error: Exception) -> str:
+    """Without the number that an error of the operating system has."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _print_plan(
@@ -281,6 +292,8 @@ def _machine(name: str, device_bytes: int | None, host_bytes: int | None) -> Mac
 
 def main() -> None:
     """Run the command line."""
+    if not sys.stderr.isatty():  # in a log, bars of other libraries are pieces of lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     app()
 
 

@@ -20,10 +20,13 @@ from megatrain.anatomy.presets import named_config
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
 from megatrain.data import (
+    PLAIN_CHAT_TEMPLATE,
     Batches,
     Dataset,
     PromptBatch,
+    RecordError,
     Records,
+    is_of_hub,
     load_records,
     records_from_rows,
     tokenize,
@@ -32,7 +35,7 @@ from megatrain.data import (
 )
 from megatrain.data.reading import pad_token_id
 from megatrain.engine import StepResult, StreamingEngine, save_model
-from megatrain.folder import FILE_MODE, RunFolder
+from megatrain.folder import FILE_MODE, RunFolder, owner_only
 from megatrain.run import Evaluating, LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import Settings, dump_settings, settings_of
 from megatrain.sinks import require_sinks
@@ -78,7 +81,8 @@ def make_held_out(settings: Settings) -> Batches[Any]:
     asked = settings.evaluation
     assert asked is not None
     assert asked.source is not None
-    records = _records(settings, asked.source, asked.split, asked.config)
+    split = asked.split or ("validation" if is_of_hub(asked.source) else "train")
+    records = _records(settings, asked.source, split, asked.config)
     return Batches(_dataset(settings, records), settings.data.batch, shuffle=False)
 
 
@@ -87,7 +91,10 @@ def make_prompts(settings: Settings) -> PromptBatch:
     asked = settings.evaluation
     assert asked is not None
     records = records_from_rows([{"prompt": prompt} for prompt in asked.prompts], format="prompt")
-    prompts = tokenize_prompts(records, make_tokenizer(settings), settings.data.sequence)
+    try:
+        prompts = tokenize_prompts(records, make_tokenizer(settings), settings.data.sequence)
+    except RecordError as error:
+        raise ValueError(f"evaluation.prompts: {error.__cause__ or error}") from error
     if prompts.counts.rejected:
         raise ValueError(f"evaluation.prompts: {prompts.counts.rejected} are longer than data.sequence; shorten them")
     return prompts.batch(range(len(prompts)))
@@ -133,8 +140,23 @@ def _dataset(settings: Settings, records: Records) -> Dataset[Any]:
 
 
 def make_tokenizer(settings: Settings) -> Any:
+    """Load the tokenizer, with the chat template that is asked for."""
     model = settings.model
-    return load_tokenizer(model.tokenizer or model.name, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer or model.name, trust_remote_code=model.trust_remote_code)
+    if model.chat_template is not None:
+        tokenizer.chat_template = _chat_template(model.chat_template)
+    return tokenizer
+
+
+def _chat_template(name: str) -> str:
+    if name == "plain":
+        return PLAIN_CHAT_TEMPLATE
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"model.chat_template must be plain or a file; {name} cannot be read: {error.strerror}"
+        ) from None
 
 
 def make_schedule(settings: Settings) -> LearningRate:
@@ -153,10 +175,12 @@ def make_run(
 ) -> TrainingRun:
     """A run, ready to start; its folder says what it was asked to do."""
     run = settings.run
-    require_sinks(run.sinks)  # before a large model is loaded
+    require_sinks(run.sinks)  # before a large model is loaded, as what follows
+    RunFolder(run.folder).require_free()
+    batches = partial(make_batches, settings) if process else make_batches(settings)
     return TrainingRun(
         partial(make_engine, settings) if process else make_engine(settings),
-        partial(make_batches, settings) if process else make_batches(settings),
+        batches,
         steps=run.steps,
         step=settings.recipe.step,
         lr_schedule=make_schedule(settings),
@@ -164,6 +188,7 @@ def make_run(
         on_step=on_step,
         save=run.save,
         checkpoint_every=run.checkpoint_every,
+        checkpoint_at_stop=True,
         keep=Keep(run.keep_last, run.keep_every),
         resume=resume,
         evaluating=make_evaluating(settings),
@@ -179,6 +204,14 @@ def note_settings(settings: Settings) -> None:
     about = [f"# Python {sys.version.split()[0]}, {platform.platform()}", *versions]
     write_atomically(folder.settings, dump_settings(settings).encode(), FILE_MODE)
     write_atomically(folder.environment, ("\n".join(about) + "\n").encode(), FILE_MODE)
+
+
+def complete_model(settings: Settings) -> None:
+    """Put the tokenizer beside the model that a run has left, so that whoever loads models from folders finds both."""
+    folder = RunFolder(settings.run.folder).model
+    if folder.is_dir():
+        make_tokenizer(settings).save_pretrained(folder)
+        owner_only(folder)
 
 
 def export(folder: str | Path, out: str | Path, step: int | None = None, *, merge: bool = False) -> int:

@@ -10,7 +10,7 @@ import json
 import re
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -23,16 +23,7 @@ from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
 from megatrain.recipes import SFT, Pretrain, Recipe
 
-PARTS_OF_UNIONS = (
-    "list[",
-    "literal[",
-    "function",
-    "str",
-    "int",
-    "float",
-    "bool",
-    "constrained",
-)  # in pydantic's places
+PARTS_OF_UNIONS = ("list[", "literal[", "function", "str", "int", "bool")  # in pydantic's places
 
 
 class SettingsError(ValueError):
@@ -60,7 +51,8 @@ def _require(condition: bool, rule: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """name: a folder or a model of the hub, with its tokenizer. tokenizer: another one.
+    """name: a folder or a model of the hub, with its tokenizer. tokenizer: another one. chat_template: a file with one
+    in Jinja, or plain (for a tokenizer that has none); the model is saved with it.
 
     from_scratch: random weights in the same form, seeded by `run.seed`. trust_remote_code: whether Python code that
     comes with the model may run, with all rights of the user.
@@ -68,6 +60,7 @@ class ModelSettings:
 
     name: str
     tokenizer: str | None = None
+    chat_template: str | None = None
     from_scratch: bool = False
     trust_remote_code: bool = False
 
@@ -125,7 +118,8 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """every: steps between two looks at other data. source, split, config: held-out data, of the kind that is trained.
+    """every: steps between two looks at other data. source, split, config: held-out data, of the kind that is trained;
+    split: None = validation of a data set of the hub, all of files.
 
     prompts: that the model answers each time, each a text or a list of messages (all of one kind), with at most
     max_new_tokens tokens at temperature (0 = the likeliest).
@@ -133,7 +127,7 @@ class EvaluationSettings:
 
     every: int
     source: str | list[str] | None = None
-    split: str = "validation"
+    split: str | None = None
     config: str | None = None
     prompts: list[str | list[dict[str, str]]] = field(default_factory=list)
     max_new_tokens: int = 64
@@ -217,11 +211,15 @@ def dump_settings(settings: Settings) -> str:
 
 
 def settings_of(folder: str | Path) -> Settings:
-    """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`."""
+    """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`.
+
+    Its folder is where it is now, whatever it was called when the run began, and from wherever that name was meant.
+    """
     path = RunFolder(folder).settings
     if not path.exists():
         raise SettingsError(f"{folder} has no {path.name}: only runs begun by `megatrain train` can be found again")
-    return load_settings(path)
+    found = load_settings(path)
+    return replace(found, run=replace(found.run, folder=str(folder)))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -231,6 +229,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise SettingsError(f"{path} is empty; it must hold keys such as model:, data: and run:")
     if not isinstance(values, dict):
         raise SettingsError(f"{path} must hold keys such as model:, data: and run:; it holds {type(values).__name__}")
     return values
@@ -323,7 +323,7 @@ def _problem(problem: Any) -> str:
     location = list(problem["loc"])
     if location[:1] == ["recipe"]:
         del location[1:2]  # the recipe's name, which chose it
-    place = ".".join(str(part) for part in location if not str(part).startswith(("list[", "literal[", "function")))
+    place = ".".join(str(part) for part in location if not str(part).startswith(PARTS_OF_UNIONS))
     if problem["type"] == "missing":
         return f"{place} is missing"
     said = problem["msg"].removeprefix("Value error, ")

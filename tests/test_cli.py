@@ -16,6 +16,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from megatrain import cli
+from megatrain.folder import RunFolder
+from megatrain.report import RunState, Status
 
 BIG = ["--host-memory", "4TB", "--device-memory", "80GB"]
 
@@ -152,6 +154,24 @@ def test_an_unknown_name_without_a_network_is_told_in_a_line() -> None:
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
     assert "no configuration found for 'no-one/no-model'" in line
+
+
+def test_a_command_is_told_in_whole_sentences_in_a_narrow_terminal() -> None:
+    lines = invoke("--help").output.split("Commands:")[1].strip().splitlines()
+    assert {line.split()[0] for line in lines} >= {"plan", "train", "resume", "status", "export", "trace", "dashboard"}
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_what_the_system_refuses_is_told_without_its_number(tmp_path: Path) -> None:
+    RunFolder(tmp_path).write_status(Status(RunState.NEW))
+    (tmp_path / "file").touch()
+    said = invoke("trace", str(tmp_path), str(tmp_path / "nowhere" / "trace.json"))
+    assert (said.exit_code, said.stderr) == (
+        2,
+        f"Error: {tmp_path}/nowhere is no folder: make it, or write the trace elsewhere\n",
+    )
+    said = invoke("train", str(tmp_path / "file" / "run.yaml"))
+    assert said.stderr.endswith("cannot be read: Not a directory\n")
 
 
 # ---- dashboard ----

@@ -198,7 +198,7 @@ def test_a_refusing_template_is_a_record_error() -> None:
 def test_a_tokenizer_without_template_is_refused_with_a_way_out() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=re.escape("pass chat_template=…, for a base model data.PLAIN_CHAT_TEMPLATE")):
+    with pytest.raises(ValueError, match=re.escape("pass chat_template=…, such as data.PLAIN_CHAT_TEMPLATE")):
         ChatRenderer(tokenizer, None)
     assert ChatRenderer(tokenizer, PLAIN_CHAT_TEMPLATE)(CHAT[1:3]).text == (
         "User: Question one?\n\nAssistant: Answer one.<|end|>\n\n"

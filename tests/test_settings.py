@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import AdamWConfig, EngineConfig, Throttle
-from megatrain.settings import DataSettings, LoraSettings, SettingsError, dump_settings, load_settings
+from megatrain.settings import DataSettings, LoraSettings, SettingsError, dump_settings, load_settings, settings_of
 
 LEAST = {
     "model": {"name": "m"},
@@ -97,7 +98,7 @@ def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, change: str, sa
     [
         ("a: [", "is no YAML"),
         ("- 1\n- 2\n", "must hold keys such as model:, data: and run:; it holds list"),
-        ("", "it holds NoneType"),
+        ("", "run.yaml is empty; it must hold keys such as model:, data: and run:"),
         ("model: {name: m}\n", "data is missing; run is missing"),
         ("model: 3\ndata: {source: d}\nrun: {folder: f, steps: 1}\n", "model: "),
     ],
@@ -106,6 +107,20 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, said: str) ->
     with pytest.raises(SettingsError, match=r"run\.yaml") as error:
         load_settings(written(tmp_path, text))
     assert said in str(error.value)
+
+
+def test_the_place_of_a_value_that_may_be_of_several_kinds_is_that_of_its_key(tmp_path: Path) -> None:
+    said = (
+        r"yaml: data.source: Input should be a valid string; got 3; data.source: Input should be a valid array; got 3"
+    )
+    with pytest.raises(SettingsError, match=said):
+        load_settings(written(tmp_path, LEAST), ["data.source=3"])
+
+
+def test_a_run_is_where_its_folder_is_now(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, LEAST))
+    (tmp_path / "settings.yaml").write_text(dump_settings(settings))
+    assert settings_of(tmp_path).run == replace(settings.run, folder=str(tmp_path))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from megatrain import terminal
 from megatrain.checkpoint import Checkpoints
-from megatrain.data import train_tokenizer
+from megatrain.data import PLAIN_CHAT_TEMPLATE, train_tokenizer
+from megatrain.report import RunState
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -90,6 +93,9 @@ def test_a_run_from_a_file_to_its_exported_model(workplace: Path, tmp_path: Path
     said = megatrain("train", settings_file(workplace, folder), "run.steps=7")
     assert f"done: 7 steps; model in {folder}/model" in said
     assert re.search(r"step 7 of 7: loss \d", said)  # lines where there is no terminal
+    assert "\r" not in said
+    assert AutoTokenizer.from_pretrained(folder / "model").pad_token_id is not None
+    assert {path.stat().st_mode & 0o777 for path in (folder / "model").iterdir()} == {0o600}
     assert len(losses(folder)) == 7
     assert yaml.safe_load((folder / "settings.yaml").read_text())["run"]["steps"] == 7
     assert "torch==" in (folder / "environment.txt").read_text()
@@ -138,7 +144,7 @@ def test_skipped_records_are_told_and_left_in_the_folder(workplace: Path, tmp_pa
     file = settings_file(workplace, folder, steps=1)
     assert f"{data}, line {len(TEXTS) + 1}: not JSON" in megatrain("train", file, f"data.source={data}", expected=2)
     said = megatrain("train", file, f"data.source={data}", "data.on_bad_record=skip")
-    assert f"data: {len(TEXTS)} records, 2 skipped, 0 rejected" in said
+    assert f"data: {len(TEXTS)} records, 2 skipped, {len(TEXTS)} documents" in said  # zeros are not told
     about = json.loads((folder / "data.json").read_text())
     assert (about["origin"], about["counts"]["skipped"]) == (str(data), 2)
 
@@ -163,6 +169,95 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Pa
     (folder / "settings.yaml").write_text(settings)
     megatrain("resume", folder)
     assert losses(folder) == losses(straight)
+
+
+def test_a_stopped_run_leaves_a_checkpoint_also_where_none_were_wanted(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = settings_file(workplace, folder, steps=1000, checkpoint_every=None)
+    process = begun("train", file, "engine.throttle.link_bytes_per_s=1e6")
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2)
+    process.send_signal(signal.SIGTERM)  # as a cluster does, where a user types Ctrl-C
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    before = losses(folder)
+    assert Checkpoints(folder / "checkpoints").steps() == [len(before)]
+    moved = folder.rename(tmp_path / "moved")  # it goes on where it is, not where it began
+    settings = (moved / "settings.yaml").read_text().replace("steps: 1000", f"steps: {len(before) + 2}")
+    (moved / "settings.yaml").write_text(settings.replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null"))
+    assert f"going on after step {len(before)}, from its checkpoint" in megatrain("resume", moved)
+    assert losses(moved)[:-2] == before
+    assert not folder.exists()
+
+
+def test_resume_says_that_it_begins_anew_where_there_is_no_checkpoint(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = begun("train", settings_file(workplace, folder, steps=1000, checkpoint_every=None, save=False))
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2)
+    process.kill()
+    process.communicate(timeout=60)
+    done = len(losses(folder))
+    assert f"lost: {done} of 1,000 steps done" in megatrain("status", folder, expected=1)
+    settings = (folder / "settings.yaml").read_text().replace("steps: 1000", "steps: 2")
+    (folder / "settings.yaml").write_text(settings)
+    assert "there is no checkpoint: beginning with step 1 again; what was there before is in" in megatrain(
+        "resume", folder
+    )
+    said = megatrain("export", folder, tmp_path / "out", expected=2)
+    assert "a run leaves some where run.checkpoint_every is set" in said
+
+
+def test_a_run_that_fails_once_it_has_begun_is_no_wrong_use(workplace: Path, tmp_path: Path) -> None:
+    file = settings_file(workplace, tmp_path / "run", steps=100)
+    said = megatrain("train", file, "optimizer.lr=1e30", "optimizer.max_grad_norm=null", expected=1)
+    assert re.search(r"Error: the .* of step \d+ is (nan|inf); nothing was applied", said)
+    assert "Traceback" not in said
+
+
+class _Run:
+    """A run that fails, and is over before anybody waits for it."""
+
+    state = RunState.FAILED
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise TimeoutError("the server did not answer")
+
+
+def test_a_failure_is_told_also_where_it_looks_like_the_end_of_waiting() -> None:
+    with pytest.raises(TimeoutError, match="the server did not answer"):
+        terminal._wait(_Run())  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = begun("train", settings_file(workplace, folder))
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert len(losses(folder)) == 6
+
+
+def test_chats_for_a_base_model(workplace: Path, tmp_path: Path) -> None:
+    """Its tokenizer has no chat template; what is trained with one is saved with it."""
+    base, data, folder = tmp_path / "base", tmp_path / "chats.jsonl", tmp_path / "run"
+    shutil.copytree(workplace / "model", base)
+    (base / "chat_template.jinja").unlink()
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    data.write_text(json.dumps({"messages": chat}) + "\n")
+    file = settings_file(workplace, folder, steps=1)
+    changes = (f"model.name={base}", f"data.source={data}", "data.sequence=64")
+    assert "set model.chat_template to a file with one" in megatrain("train", file, *changes, expected=2)
+    said = megatrain("train", file, *changes, "model.chat_template=none.jinja", expected=2)
+    assert "model.chat_template must be plain or a file; none.jinja cannot be read: No such file" in said
+    megatrain("train", file, *changes, "model.chat_template=plain")
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == PLAIN_CHAT_TEMPLATE
+
+
+def test_held_out_data_from_files_needs_no_split(workplace: Path, tmp_path: Path) -> None:
+    folder, source = tmp_path / "run", workplace / "data.jsonl"
+    file = settings_file(workplace, folder, steps=2)
+    said = megatrain("train", file, "evaluation.every=2", f"evaluation.source={source}")
+    assert "after step 2: held-out loss" in said
+    assert [json.loads(line)["step"] for line in (folder / "evaluations.jsonl").read_text().splitlines()] == [0, 2]
 
 
 def wait_for(condition: Any) -> None:
@@ -202,13 +297,18 @@ def test_ctrl_c_twice_stops_at_once(workplace: Path, tmp_path: Path) -> None:
         (["status", "{nowhere}"], 2, "a run's folder is needed"),
         (["trace", "{nowhere}", "x.json"], 2, "a run's folder is needed"),
         (["export", "{nowhere}", "x"], 2, "only runs begun by"),
+        (["train", "{file}", "model.tokenizer={nothing}"], 2, "there is no tokenizer in"),
+        (["train", "{file}", "data.source={nothing}/data.jsonl", "run.folder=/proc/x"], 2, "no such file or folder"),
+        (["train", "{file}", "run.folder={file}"], 1, "run.yaml: Not a directory"),
     ],
 )
 def test_wrong_use_is_told_in_a_line(
     workplace: Path, tmp_path: Path, arguments: list[str], code: int, said: str
 ) -> None:
     file = settings_file(workplace, tmp_path / "run")
-    filled = [argument.format(file=file, nowhere=tmp_path / "nowhere") for argument in arguments]
+    nothing = tmp_path / "nothing"  # but a model's form
+    LlamaConfig().save_pretrained(nothing)
+    filled = [argument.format(file=file, nowhere=tmp_path / "nowhere", nothing=nothing) for argument in arguments]
     output = megatrain(*filled, expected=code)
     assert said in output
     assert "Traceback" not in output

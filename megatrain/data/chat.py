@@ -108,7 +108,8 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) 
         raise ValueError(f"chats need a fast tokenizer, which gives offsets; {type(tokenizer).__name__} is not one")
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
-            "the tokenizer has no chat template; pass chat_template=…, for a base model data.PLAIN_CHAT_TEMPLATE"
+            "the tokenizer has no chat template; set model.chat_template to a file with one, or for a base model to "
+            "plain (in Python pass chat_template=…, such as data.PLAIN_CHAT_TEMPLATE)"
         )
     template: str = tokenizer.get_chat_template(chat_template)
     return template
