@@ -124,7 +124,7 @@ def test_a_reference_is_kept_where_it_is_asked(inputs: Path, tmp_path: Path) -> 
 def test_data_of_another_kind_is_refused(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be 'preference' here; it is 'messages'"):
         make_batches(settings_for(inputs, tmp_path, {"name": "dpo"}, "chats.jsonl"))
-    with pytest.raises(ValueError, match=r"it is 'preference'\. tokenize takes text and chats"):
+    with pytest.raises(ValueError, match=r"it is 'preference'\. Text and chats are for"):
         make_batches(settings_for(inputs, tmp_path, {"name": "sft"}, "pairs.jsonl"))
 
 
