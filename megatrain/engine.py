@@ -37,7 +37,7 @@ from megatrain.optim import join, native_available, split
 from megatrain.report import Inspection
 from megatrain.room import Room
 from megatrain.schedule import Kind, Op, Schedule, StepShape
-from megatrain.shapes import HOST_SLABS, host_shape, layouts_of, require_agreement
+from megatrain.shapes import host_shape, layouts_of, require_agreement, schedule_of
 from megatrain.steering import Knobs
 from megatrain.trace import LayerStats, Recorder, StepRecord
 from megatrain.update import Hyperparameters, weight_norm
@@ -203,14 +203,7 @@ class StreamingEngine:
         yield from zip(self._anatomy.units, self._host.layers, strict=True)
 
     def _new_schedule(self) -> Schedule:
-        return Schedule(
-            layers=len(self._layouts),
-            trained=frozenset(i for i, layout in enumerate(self._layouts) if layout.trained),
-            shell_trained=bool(self._shell_layout.trained),
-            update_in_backward=self._update_in_backward,
-            slabs=HOST_SLABS,
-            partly_frozen=frozenset(i for i, each in enumerate(self._layouts) if 0 < each.trained_nbytes < each.nbytes),
-        )
+        return schedule_of(self._layouts, self._shell_layout, self.config)
 
     # ---- one step ----
 

@@ -30,6 +30,8 @@ class Machine:
     unusable_gpu: a card that the driver names but torch cannot use. The rates are None until measured;
     host_memory_bytes_per_s counts bytes read and bytes written. Without a GPU the link is a copy in RAM.
     peak_flops_per_s: of large matrix products, in bfloat16 on a GPU and float32 on a CPU.
+    device_memory_bytes_per_s: of the card's own memory; only data sheets say it here.
+    data_sheets: the rates are what the vendors print, which no run reaches; else they were measured.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Machine:
     d2h_bytes_per_s: float | None = None
     host_memory_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
+    device_memory_bytes_per_s: float | None = None
+    data_sheets: bool = False
 
     @property
     def rates(self) -> dict[str, float | None]:
@@ -67,6 +71,8 @@ class Machine:
         measured = [f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items() if rate is not None]
         if self.peak_flops_per_s is not None:
             measured.append(f"matrix products {self.peak_flops_per_s / 1e12:.3g} TFLOP/s")
+        if self.data_sheets:
+            measured.append("rates by data sheets, not measured")
         return "; ".join([*lines, *measured])
 
 
@@ -91,11 +97,59 @@ def _gib(number: float) -> int:
     return int(number * 2**30)
 
 
-# Device bytes are what torch reports of these cards, a little less than what is printed on their boxes.
-H200_1_5TB = describe("H200", host_bytes=1_500_000_000_000, gpu="NVIDIA H200", device_bytes=_gib(139.8), cores=64)
-RTX_4090 = describe("RTX 4090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 4090", device_bytes=_gib(23.6))
-RTX_3090 = describe("RTX 3090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 3090", device_bytes=_gib(23.6))
-MACHINES = {"h200": H200_1_5TB, "rtx-4090": RTX_4090, "rtx-3090": RTX_3090}
+# Note: described machines
+#   Device bytes are what torch reports of these cards, a little less than what is printed on their boxes. Rates are
+#   the vendors' own figures, none of them measured here; matrix products are in bfloat16 without sparsity, summed in
+#   float32. A PCIe 5.0 x16 link carries 64 GB/s each way, a 4.0 one 32. Memory of a host is channels × 8 bytes × rate.
+PCIE_4_BYTES_PER_S, PCIE_5_BYTES_PER_S = 32e9, 64e9
+
+
+def _with_rates(machine: Machine, *, flops: float, device_memory: float, link: float, host_memory: float) -> Machine:
+    """By data sheets; `link` is that of each way."""
+    return replace(
+        machine,
+        peak_flops_per_s=flops,
+        device_memory_bytes_per_s=device_memory,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        host_memory_bytes_per_s=host_memory,
+        data_sheets=True,
+    )
+
+
+# NVIDIA H200 data sheet: 1,979 TFLOP/s with sparsity, 4.8 TB/s. Host: one AMD EPYC 9004, 12 channels of DDR5-4800.
+H200_1_5TB = _with_rates(
+    describe("H200", host_bytes=1_500_000_000_000, gpu="NVIDIA H200", device_bytes=_gib(139.8), cores=64),
+    flops=989.5e12,
+    device_memory=4.8e12,
+    link=PCIE_5_BYTES_PER_S,
+    host_memory=460.8e9,
+)
+# NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways together, HBM3 4 TB/s, LPDDR5X up to 512 GB/s.
+GH200 = _with_rates(
+    describe("GH200", host_bytes=480_000_000_000, gpu="NVIDIA GH200 480GB", device_bytes=_gib(94.5), cores=72),
+    flops=989.5e12,
+    device_memory=4e12,
+    link=450e9,
+    host_memory=512e9,
+)
+# NVIDIA Ada architecture whitepaper, appendix A. Host: a desktop with two channels of DDR5-5600.
+RTX_4090 = _with_rates(
+    describe("RTX 4090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 4090", device_bytes=_gib(23.6)),
+    flops=165.2e12,
+    device_memory=1008e9,
+    link=PCIE_4_BYTES_PER_S,
+    host_memory=89.6e9,
+)
+# NVIDIA Ampere GA102 architecture whitepaper, appendix A. Host: a desktop with two channels of DDR4-3200.
+RTX_3090 = _with_rates(
+    describe("RTX 3090", host_bytes=_gib(128), gpu="NVIDIA GeForce RTX 3090", device_bytes=_gib(23.6)),
+    flops=71e12,
+    device_memory=936e9,
+    link=PCIE_4_BYTES_PER_S,
+    host_memory=51.2e9,
+)
+MACHINES = {"h200": H200_1_5TB, "gh200": GH200, "rtx-4090": RTX_4090, "rtx-3090": RTX_3090}
 
 
 # ---- detection ----
@@ -203,6 +257,7 @@ def measure(machine: Machine) -> Machine:
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,
         peak_flops_per_s=_matrix_products("cpu" if machine.gpu is None else "cuda"),
+        data_sheets=False,
     )
 
 

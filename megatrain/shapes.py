@@ -11,6 +11,7 @@ from megatrain import anatomy as parts
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.host import HostShape
 from megatrain.layout import Layout
+from megatrain.schedule import Schedule
 
 HOST_SLABS = 3  # host gradient slabs where updates follow each gradient: one landing, one updating, one between
 
@@ -31,6 +32,18 @@ def host_shape(config: EngineConfig) -> HostShape:
         keep_gradients=config.optimizer_overlap != "backward",
         slabs=HOST_SLABS,
         keep_reference=config.keep_reference,
+    )
+
+
+def schedule_of(layouts: list[Layout], shell: Layout, config: EngineConfig) -> Schedule:
+    """The order of operations of a run, from its first step on."""
+    return Schedule(
+        layers=len(layouts),
+        trained=frozenset(i for i, layout in enumerate(layouts) if layout.trained),
+        shell_trained=bool(shell.trained),
+        update_in_backward=config.optimizer_overlap == "backward",
+        slabs=HOST_SLABS,
+        partly_frozen=frozenset(i for i, layout in enumerate(layouts) if 0 < layout.trained_nbytes < layout.nbytes),
     )
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face model as layers and a shell, without knowing its class."""
 
 from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, without_adapters
-from megatrain.anatomy.arithmetic import Arithmetic, arithmetic
+from megatrain.anatomy.arithmetic import Arithmetic, Products, arithmetic
 from megatrain.anatomy.calls import Tape, backward, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
@@ -16,6 +16,7 @@ __all__ = [
     "Chunk",
     "DifferentError",
     "Dtypes",
+    "Products",
     "RandomState",
     "Tail",
     "Tape",

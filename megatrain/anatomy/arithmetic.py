@@ -16,10 +16,24 @@ EXPERTS = re.compile(r"(^|\.)experts\.")
 
 
 @dataclass(frozen=True)
+class Products:
+    """Parameters of matrix products that one token meets; `frozen` of them are not trained."""
+
+    active: int
+    frozen: int
+
+    @classmethod
+    def of(cls, met: Iterable[tuple[float, bool]]) -> Products:
+        """met: numbers of parameters, each with whether they are trained."""
+        met = list(met)
+        return cls(int(sum(number for number, _ in met)), int(sum(number for number, trained in met if not trained)))
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """active_parameters: of matrix products that one token meets; frozen_parameters: those of them not trained.
 
-    windows: per attention layer, None = full.
+    windows: per attention layer, None = full. layers: the products of each layer; the rest is the head's.
     """
 
     active_parameters: int
@@ -27,6 +41,7 @@ class Arithmetic:
     heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    layers: tuple[Products, ...]
 
     def flops(self, sequence_lengths: Iterable[int]) -> int:
         """Model FLOPs of a training step over sequences of these lengths (padding not counted)."""
@@ -47,13 +62,19 @@ def arithmetic(model: nn.Module, stack: LayerStack) -> Arithmetic:
     heads, width = count(config, "num_attention_heads"), count(config, "hidden_size")
     head_dim = count(config, "head_dim") or (width // heads if heads else 0)
     share = active_expert_share(config)
-    met = [
+    met = [_met(layer, share) for layer in stack.container.children()]
+    whole = Products.of([each for layer in met for each in layer] + _head_parameters(model))
+    windows = _windows(config, len(stack.container))
+    return Arithmetic(whole.active, whole.frozen, heads, head_dim, windows, tuple(map(Products.of, met)))
+
+
+def _met(layer: nn.Module, share: float) -> list[tuple[float, bool]]:
+    """Of each matrix of a layer, the parameters that a token meets, and whether they are trained."""
+    return [
         (p.numel() * (share if EXPERTS.search(name) else 1.0), p.requires_grad)
-        for name, p in stack.container.named_parameters()
+        for name, p in layer.named_parameters()
         if p.ndim >= 2
-    ] + _head_parameters(model)
-    active, frozen = sum(count for count, _ in met), sum(count for count, trained in met if not trained)
-    return Arithmetic(int(active), int(frozen), heads, head_dim, _windows(config, len(stack.container)))
+    ]
 
 
 def active_expert_share(config: Any) -> float:

@@ -27,7 +27,7 @@ WORKSPACE = "workspace (estimate)"
 class Subject:
     """A model's shapes, read once, and the batch. Of the configuration only the dtype matters here.
 
-    active_parameters: of matrix products that one token meets. token_elements: of a token's hidden state.
+    arithmetic: what the model computes for a token. token_elements: of a token's hidden state.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Subject:
     widths: parts.Widths
     token_elements: int
     parameters: int
-    active_parameters: int
+    arithmetic: parts.Arithmetic
     batch: int
     sequence: int
 
@@ -52,10 +52,15 @@ class Subject:
             widths=parts.widths(model, anatomy.units),
             token_elements=token_elements(model, anatomy.layers[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            active_parameters=parts.arithmetic(model, anatomy.stack).active_parameters,
+            arithmetic=parts.arithmetic(model, anatomy.stack),
             batch=batch,
             sequence=sequence,
         )
+
+    @property
+    def active_parameters(self) -> int:
+        """Of matrix products that one token meets."""
+        return self.arithmetic.active_parameters
 
     @property
     def trained_parameters(self) -> int:

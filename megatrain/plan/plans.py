@@ -108,9 +108,13 @@ def plan(
             raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
     require_agreement(engine_config, optimizer)
     model = model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
-    subject = Subject.of(model, engine_config, batch=batch, sequence=sequence)
-    needs = needs_of(subject, engine_config, machine)
-    return Plan(subject, engine_config, machine, needs, problems(subject, engine_config, machine, needs))
+    return planned(Subject.of(model, engine_config, batch=batch, sequence=sequence), engine_config, machine)
+
+
+def planned(subject: Subject, config: EngineConfig, machine: Machine | None) -> Plan:
+    """The same, of a model that was read already; with another configuration of the same dtype, too."""
+    needs = needs_of(subject, config, machine)
+    return Plan(subject, config, machine, needs, problems(subject, config, machine, needs))
 
 
 # ---- in words ----
