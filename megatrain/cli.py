@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from megatrain.machine import Machine
+    from megatrain.plan import Plan
 
 app = typer.Typer(
     add_completion=False,
@@ -54,7 +55,7 @@ def plan(
         str, typer.Argument(help="A preset (see below), a folder with a config.json, or a model of the hub.")
     ] = "llama-8b",
     machine: Annotated[
-        str, typer.Option(help="A described machine instead of this one: h200, rtx-4090 or rtx-3090.")
+        str, typer.Option(help="A described machine instead of this one: h200, gh200, rtx-4090 or rtx-3090.")
     ] = "this",
     device_memory: Annotated[
         Any, typer.Option(parser=parse_size, metavar="SIZE", help="A GPU with so much memory, such as 24GB.")
@@ -80,6 +81,12 @@ def plan(
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Saved inputs go to the host; by default if needed.")
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also run its schedule on a clock: step time, what binds, each knob.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="With --simulate: the simulated timeline, .json or .json.gz, for Perfetto.")
+    ] = None,
 ) -> None:
     """Say what a training run needs of RAM and device memory, and whether it fits. Nothing is allocated.
 
@@ -100,12 +107,19 @@ def plan(
             offload_activations="auto" if offload is None else offload,
         )
         optimizer = AdamWConfig(max_grad_norm=None if overlap == "backward" else 1.0)
-        described = _machine(machine, device_memory, host_memory)
-        fits = _print_plan(model, lora, config, optimizer, described, batch, sequence)
+        if trace is not None and not simulate:
+            raise ValueError("--trace writes a simulated timeline; add --simulate")
+        described = _machine(machine, device_memory, host_memory, rates=simulate)
+        planned = _print_plan(model, lora, config, optimizer, described, batch, sequence)
+        if simulate:
+            _print_simulation(planned, trace)
     except ValueError as error:
         typer.echo(f"Error: {str(error).splitlines()[0]}", err=True)  # transformers may list all its models after it
         raise typer.Exit(WRONG_USE) from None
-    raise typer.Exit(0 if fits else DOES_NOT_FIT)
+    except OSError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(0 if planned.fits else DOES_NOT_FIT)
 
 
 @app.command()
@@ -261,14 +275,25 @@ def _in_words(error: Exception) -> str:
 
 def _print_plan(
     name: str, lora: int | None, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int
-) -> bool:
+) -> Plan:
     from megatrain.anatomy.presets import named_config
     from megatrain.plan import plan as plan_run
 
     model = named_config(name) if lora is None else _adapted(name, lora)
     planned = plan_run(model, config, optimizer, batch=batch, sequence=sequence, machine=machine)
     typer.echo(str(planned))
-    return planned.fits
+    return planned
+
+
+def _print_simulation(planned: Plan, trace: Path | None) -> None:
+    from megatrain.simulate import report, simulate
+    from megatrain.trace import write_chrome_trace
+
+    simulated = simulate(planned)
+    typer.echo("\n" + report(simulated))
+    if trace is not None:
+        write_chrome_trace(trace, simulated.recorder)
+        typer.echo(f"\nthe simulated timeline is in {trace}")
 
 
 def _adapted(name: str, rank: int) -> Any:
@@ -280,13 +305,17 @@ def _adapted(name: str, rank: int) -> Any:
     return add_lora(meta_model(named_config(name)), LoraSettings(r=rank).options)
 
 
-def _machine(name: str, device_bytes: int | None, host_bytes: int | None) -> Machine:
-    """This machine or a described one, with other sizes where they are given."""
-    from megatrain.machine import MACHINES, detect, resized
+def _machine(name: str, device_bytes: int | None, host_bytes: int | None, *, rates: bool) -> Machine:
+    """This machine or a described one, with other sizes where they are given. rates: they have to be known."""
+    from megatrain.machine import MACHINES, detect, measure, resized
 
     if name != "this" and name not in MACHINES:
         raise ValueError(f"--machine must be one of {', '.join(['this', *MACHINES])}; got {name!r}")
     machine = detect() if name == "this" else MACHINES[name]
+    if rates and name == "this":
+        if device_bytes is not None and machine.gpu is None:
+            raise ValueError("the rates of a GPU that is not here are not known; name a --machine to simulate")
+        machine = measure(machine)
     return resized(machine, host_bytes=host_bytes, device_bytes=device_bytes)
 
 

@@ -125,7 +125,7 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
         (["/no/such/folder"], "Error: no configuration found for '/no/such/folder'"),
         (["--depth", "-1"], "Error: prefetch_depth must be a whole number ≥ 0"),
         (["--dtype", "fp8"], "Error: dtype must be one of"),
-        (["--machine", "abacus"], "Error: --machine must be one of this, h200, rtx-4090, rtx-3090; got 'abacus'"),
+        (["--machine", "abacus"], "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090; got 'abacus'"),
         (["--device-memory", "24 parsecs"], "is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes"),
         (["--resident", "few"], "'few' is neither a number of layers nor \"auto\""),
         (["--batch", "0"], "Error: batch must be a whole number ≥ 1; got 0"),

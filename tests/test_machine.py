@@ -122,6 +122,7 @@ def test_presets_have_the_sizes_in_their_names() -> None:
     assert (H200_1_5TB.host_bytes, round(H200_1_5TB.device_bytes / 1e9)) == (1_500_000_000_000, 150)
     assert {name: round(m.device_bytes / 2**30) for name, m in MACHINES.items()} == {
         "h200": 140,
+        "gh200": 94,
         "rtx-4090": 24,
         "rtx-3090": 24,
     }

@@ -50,7 +50,7 @@ class _Running:
 
 
 class Clock:
-    """Lanes and their time. speeds: of the lanes that are at work, how fast each runs beside the others; 1 if unsaid."""
+    """Lanes and their time. speeds: how fast each of the lanes at work runs beside the others; 1 where unsaid."""
 
     def __init__(self, speeds: Speeds = undisturbed) -> None:
         self.now_s = 0.0

@@ -8,10 +8,8 @@ from typing import Any
 
 from megatrain.config import EngineConfig
 from megatrain.plan import Plan, planned
-from megatrain.simulate.play import play
-from megatrain.simulate.rates import Rates
-
-STEPS = 2  # the second step already has the first one's updates under it
+from megatrain.simulate.play import STEPS, play
+from megatrain.simulate.run import Simulated
 
 NAMES = {
     "prefetch_depth": "prefetch depth",
@@ -38,20 +36,18 @@ class Setting:
         return f"{NAMES[self.knob]} {self.value}"
 
 
-def knob_table(plan: Plan, rates: Rates) -> list[Setting]:
-    """Turn each knob by itself. What is turned must fit the plan's machine to be marked so, RAM included."""
-    settled = settled_values(plan)
+def knob_table(simulated: Simulated) -> list[Setting]:
+    """Turn each knob by itself; a setting fits if the plan's machine has the RAM and the device memory for it."""
+    plan = simulated.plan
+    settled = _settled(plan)
     config = replace(plan.config, **settled, offload_activations=plan.needs.offload)
-    found: dict[EngineConfig, Setting] = {}
-    rows = []
-    for knob, value in _settings(plan, settled):
-        turned = replace(config, **{knob: value})
-        found[turned] = found.get(turned) or _try(plan, rates, turned, knob, value)
-        rows.append(replace(found[turned], knob=knob, value=value, chosen=settled[knob] == value))
-    return rows
+    return [
+        _as_planned(simulated, knob, value) if value == settled[knob] else _turned(simulated, config, knob, value)
+        for knob, value in _values(plan, settled)
+    ]
 
 
-def settled_values(plan: Plan) -> dict[str, int]:
+def _settled(plan: Plan) -> dict[str, Any]:
     """The knobs as they were planned, with "auto" settled."""
     knobs, size = plan.needs.knobs, plan.needs.size
     return {
@@ -62,23 +58,28 @@ def settled_values(plan: Plan) -> dict[str, int]:
     }
 
 
-def _settings(plan: Plan, settled: dict[str, int]) -> Iterator[tuple[str, int]]:
-    layers = len(plan.subject.layouts)
+def _values(plan: Plan, settled: dict[str, Any]) -> Iterator[tuple[str, int]]:
     most = planned(plan.subject, replace(plan.config, resident_layers="auto"), plan.machine).needs.knobs.resident_layers
     rows = settled["micro_batch_size"]
-    values: dict[str, set[int]] = {
-        "prefetch_depth": {depth for depth in (0, 1, 2, 4) if depth < layers},
+    tried: dict[str, set[int]] = {
+        "prefetch_depth": {0, 1, 2},
         "grad_buffers": {1, 2, 3},
-        "resident_layers": {0, most // 2, most},
+        "resident_layers": {0, most},
         "micro_batch_size": {rows // 2, 2 * rows, 4 * rows},
     }
-    for knob, tried in values.items():
-        for value in sorted(tried | {settled[knob]}):
+    for knob, values in tried.items():
+        for value in sorted(values | {settled[knob]}):
             if knob != "micro_batch_size" or 1 <= value <= plan.subject.batch:
                 yield knob, value
 
 
-def _try(plan: Plan, rates: Rates, config: EngineConfig, knob: str, value: Any) -> Setting:
-    turned = planned(plan.subject, config, plan.machine)
-    step_s = play(turned, rates, STEPS).step_s
-    return Setting(knob, value, False, step_s, turned.needs.size.tokens / step_s, turned.device_bytes, turned.fits)
+def _as_planned(simulated: Simulated, knob: str, value: int) -> Setting:
+    plan = simulated.plan
+    return Setting(knob, value, True, simulated.step_s, simulated.tokens_per_s, plan.device_bytes, plan.fits)
+
+
+def _turned(simulated: Simulated, config: EngineConfig, knob: str, value: int) -> Setting:
+    change: dict[str, Any] = {knob: value}
+    plan = planned(simulated.plan.subject, replace(config, **change), simulated.plan.machine)
+    step_s = play(plan, simulated.rates, STEPS).step_s
+    return Setting(knob, value, False, step_s, plan.needs.size.tokens / step_s, plan.device_bytes, plan.fits)

@@ -17,6 +17,8 @@ from megatrain.simulate.rates import Rates
 from megatrain.simulate.work import Work, Works
 from megatrain.trace import Recorder
 
+STEPS = 2  # updates run under the next step's forward, so the second is what all later ones are like
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -52,7 +54,7 @@ class VirtualExecutor:
             for number in op.waits:
                 self.clock.wait(number)
         else:
-            self.clock.issue(op, self.rates.seconds(op.lane, op.kind.value, todo))
+            self.clock.issue(op, self.rates.seconds(op, todo))
         self.issued.append(Issued(op, state, todo, self.clock.now_s))
 
     def wait(self, number: int) -> None:
@@ -74,7 +76,7 @@ class Played:
         return self.ends_s[-1] - before_s
 
 
-def play(plan: Plan, rates: Rates, steps: int) -> Played:
+def play(plan: Plan, rates: Rates, steps: int = STEPS) -> Played:
     """As `StreamingEngine.step`, several times: a pass, its norm, the updates."""
     executor = VirtualExecutor(Works(plan), rates, Clock(rates.speeds))
     clock, shape, knobs = executor.clock, _shape(plan), plan.needs.knobs

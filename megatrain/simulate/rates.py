@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from megatrain.config import Throttle
 from megatrain.machine import Machine
+from megatrain.schedule import SHELL, Op
 from megatrain.simulate.work import Work
 
 # Note: what is reached of a data sheet
@@ -16,13 +18,16 @@ from megatrain.simulate.work import Work
 #   near 600 of 989 TFLOP/s in long bfloat16 work, by their power), 55 of a PCIe link's 64 GB/s, four fifths of memory.
 SUSTAINED_FLOPS, SUSTAINED_LINK, SUSTAINED_MEMORY = 0.6, 55 / 64, 0.8
 
+RESOURCES = ("compute", "the link", "the optimizer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Per second of each lane when it works alone.
 
     flops_per_s: of compute, by operation ("forward", "backward", "head"). device_memory_bytes_per_s: what compute
-    reads and writes on the device takes at least so long. fixed_s: seconds of an operation whatever its size.
+    reads and writes on the device takes at least so long. fixed_s: seconds of an operation on the shell ("record",
+    "backward", "norm") whatever its size.
     both_ways: share of its rate that a link keeps each way while both are in use.
     host_memory_bytes_per_s: what both ways of the link and AdamW share; None = they do not meet.
     """
@@ -68,13 +73,31 @@ class Rates:
             adamw_bytes_per_s=min(self.adamw_bytes_per_s, update),
         )
 
-    def seconds(self, lane: str, kind: str, work: Work) -> float:
+    def faster(self, resource: str, times: float) -> Rates:
+        """With one of RESOURCES so many times as fast."""
+        changes: dict[str, dict[str, Any]] = {
+            "the link": {name: getattr(self, name) * times for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")},
+            "the optimizer": {
+                "adamw_bytes_per_s": self.adamw_bytes_per_s * times,
+                "host_memory_bytes_per_s": self.host_memory_bytes_per_s and self.host_memory_bytes_per_s * times,
+            },
+            "compute": {
+                "flops_per_s": {kind: rate * times for kind, rate in self.flops_per_s.items()},
+                "device_memory_bytes_per_s": self.device_memory_bytes_per_s * times,
+                "fixed_s": {kind: seconds / times for kind, seconds in self.fixed_s.items()},
+            },
+        }
+        return replace(self, **changes[resource])
+
+    def seconds(self, op: Op, work: Work) -> float:
         """What an operation takes alone."""
-        fixed_s = self.fixed_s.get(kind, 0.0)
-        if lane != "compute":
-            return fixed_s + work.nbytes / self.lanes_bytes_per_s[lane]
+        if op.lane != "compute":
+            return work.nbytes / self.lanes_bytes_per_s[op.lane]
+        kind = op.kind.value
+        if op.layer is SHELL and kind in self.fixed_s:
+            return self.fixed_s[kind]
         products_s = work.flops / self.flops_per_s[kind] if work.flops else 0.0
-        return fixed_s + max(products_s, work.device_bytes / self.device_memory_bytes_per_s)
+        return max(products_s, work.device_bytes / self.device_memory_bytes_per_s)
 
     @cached_property
     def lanes_bytes_per_s(self) -> dict[str, float]:

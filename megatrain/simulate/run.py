@@ -20,7 +20,7 @@ from megatrain.simulate.rates import Rates
 from megatrain.simulate.records import recorded
 from megatrain.trace import Recorder, StepMetrics, StepRecord, step_metrics
 
-STEPS = 3  # updates run under the next step's forward; the last of three is what all later ones are like
+STEPS = 3  # one to begin, one like all later ones, and one to see it end
 
 
 @dataclass(frozen=True)
