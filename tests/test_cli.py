@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -91,6 +93,31 @@ def test_plans_llama_on_this_machine_where_nothing_is_said() -> None:
     assert "8.03 B parameters" in result.output
 
 
+def test_a_simulation_says_what_binds_and_writes_its_timeline(tmp_path: Path) -> None:
+    trace = tmp_path / "t.json.gz"
+    result = invoke(
+        *("plan", "gpt-oss-120b", "--machine", "h200", "--moments", "bfloat16", "--micro-batch", "4", "--batch", "16"),
+        *("--sequence", "4096", "--simulate", "--trace", str(trace)),
+    )
+    assert result.exit_code == 0, result.output
+    assert "optimizer binds: twice as fast, a step would take" in result.output
+    assert "* prefetch depth 1" in result.output
+    assert "data-sheet rates; no run has confirmed it" in result.output
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event.get("name", "").startswith("forward") for event in events) == 3 * 36 * 4
+
+
+def test_this_machine_is_measured_to_be_simulated() -> None:
+    result = invoke("plan", "--simulate", "--dtype", "float32", "--batch", "1", "--sequence", "128")
+    assert "measured rates; no run has confirmed it" in result.output
+
+
+def test_a_timeline_that_cannot_be_written_is_no_wrong_use(tmp_path: Path) -> None:
+    result = invoke("plan", "llama-8b", "--machine", "h200", "--simulate", "--trace", str(tmp_path / "no" / "t.json"))
+    assert result.exit_code == 1
+    assert "Error: " in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -125,8 +152,13 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
         (["/no/such/folder"], "Error: no configuration found for '/no/such/folder'"),
         (["--depth", "-1"], "Error: prefetch_depth must be a whole number ≥ 0"),
         (["--dtype", "fp8"], "Error: dtype must be one of"),
-        (["--machine", "abacus"], "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090; got 'abacus'"),
+        (
+            ["--machine", "abacus"],
+            "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090; got 'abacus'",
+        ),
         (["--device-memory", "24 parsecs"], "is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes"),
+        (["--trace", "t.json"], "Error: --trace writes a simulated timeline; add --simulate"),
+        (["--simulate", "--device-memory", "24GB"], "Error: the rates of a GPU that is not here are not known"),
         (["--resident", "few"], "'few' is neither a number of layers nor \"auto\""),
         (["--batch", "0"], "Error: batch must be a whole number ≥ 1; got 0"),
     ],

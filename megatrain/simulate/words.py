@@ -46,8 +46,9 @@ def sentence(found: Bounds, settings: Sequence[Setting]) -> str:
 
 
 def _turn(found: Bounds, settings: Sequence[Setting]) -> str:
-    best = min((setting for setting in settings if setting.fits), key=lambda each: each.step_s, default=None)
-    if best is not None and best.step_s < (1 - WORTH_MENTIONING) * found.step_s:
+    fitting = [setting for setting in settings if setting.fits] or settings  # where nothing fits, what would be
+    best = min(fitting, key=lambda setting: setting.step_s)
+    if best.step_s < (1 - WORTH_MENTIONING) * found.step_s:
         return f"Turn: {best.words} makes it {milliseconds(best.step_s)}."
     if found.twice_tokens_per_s > (1 + WORTH_MENTIONING) * found.tokens_per_s:
         return (

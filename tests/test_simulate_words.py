@@ -1,0 +1,136 @@
+"""What binds, what to turn, and the table of knobs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from simulations import rates, tiny_plan
+
+from megatrain.anatomy.presets import gpt_oss_120b
+from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.machine import H200_1_5TB
+from megatrain.plan import plan
+from megatrain.simulate import Rates, Setting, Simulated, bounds, knob_table, report, simulate
+from megatrain.simulate.binds import Bounds
+from megatrain.simulate.words import sentence, table
+
+FAST, SLOW = 1e15, 1e6
+
+
+def run(**speeds: float) -> Simulated:
+    return simulate(tiny_plan(6, micro_batch_size=1), rates(**{"link": FAST, "adamw": FAST, "flops": FAST} | speeds))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "resource"),
+    [({"flops": SLOW}, "compute"), ({"link": SLOW}, "the link"), ({"adamw": SLOW}, "the optimizer")],
+)
+def test_what_is_slow_binds(speeds: dict[str, float], resource: str) -> None:
+    simulated = run(**speeds)
+    found = bounds(simulated)
+    assert found.resource == resource
+    assert found.faster_s[resource] == pytest.approx(found.step_s / 2, rel=0.02)
+    assert f"{resource.capitalize()} binds: twice as fast, a step would take" in report(simulated)
+
+
+def test_waits_alone_would_blame_the_link_for_a_slow_optimizer() -> None:
+    """gpt-oss-120b: most of the time compute waits for loads, which had to wait for updates."""
+    config = EngineConfig(micro_batch_size=4, moments_dtype="bfloat16")
+    planned = plan(gpt_oss_120b(), config, AdamWConfig(), batch=16, sequence=4096, machine=H200_1_5TB)
+    simulated = simulate(planned)
+    waits = simulated.metrics.waits_s
+    assert max(waits, key=lambda cause: waits[cause]) == "weights"
+    assert bounds(simulated).resource == "the optimizer"
+
+
+def test_more_sequences_hide_what_does_not_grow_with_them() -> None:
+    bound_by_link, bound_by_compute = bounds(run(link=SLOW)), bounds(run(flops=SLOW))
+    assert bound_by_link.twice_tokens_per_s == pytest.approx(2 * bound_by_link.tokens_per_s, rel=0.02)
+    assert bound_by_compute.twice_tokens_per_s == pytest.approx(bound_by_compute.tokens_per_s, rel=0.02)
+
+
+# ---- the table ----
+
+
+def settings_of(simulated: Simulated, knob: str) -> dict[int, Setting]:
+    return {setting.value: setting for setting in knob_table(simulated) if setting.knob == knob}
+
+
+def balanced() -> Simulated:
+    """Loads and forwards take about the same time."""
+    return simulate(tiny_plan(6, micro_batch_size=1), rates(link=2e9, adamw=FAST, flops=2e10))
+
+
+def test_the_table_has_the_plan_once_for_each_knob() -> None:
+    simulated = balanced()
+    chosen = [setting for setting in knob_table(simulated) if setting.chosen]
+    assert [setting.words for setting in chosen] == [
+        "prefetch depth 1",
+        "gradient buffers 2",
+        "resident layers 0",
+        "micro-batch size 1",
+    ]
+    assert {setting.step_s for setting in chosen} == {simulated.step_s}
+
+
+def test_a_setting_is_what_a_plan_with_it_would_be() -> None:
+    depths = settings_of(balanced(), "prefetch_depth")
+    alone = simulate(tiny_plan(6, micro_batch_size=1, prefetch_depth=0), balanced().rates)
+    assert depths[0].step_s == pytest.approx(alone.step_s)
+    assert depths[0].device_bytes == alone.plan.device_bytes < depths[1].device_bytes < depths[2].device_bytes
+    assert depths[0].step_s > 1.2 * depths[1].step_s
+    assert depths[2].step_s <= depths[1].step_s * (1 + 1e-9)
+
+
+def test_micro_batches_are_no_larger_than_the_batch() -> None:
+    assert set(settings_of(balanced(), "micro_batch_size")) == {1, 2}  # of three sequences; 4 would be too many
+
+
+def test_a_setting_that_does_not_fit_says_so_and_is_not_advised() -> None:
+    settings = [setting("prefetch_depth", 1, 10, chosen=True), setting("prefetch_depth", 2, 5, fits=False)]
+    assert table(settings)[1:] == [
+        "* prefetch depth 1         10.00 s       =          1     1.0 GB",
+        "  prefetch depth 2          5.00 s    -50%          1     1.0 GB  does not fit",
+    ]
+    assert "Turn" not in sentence(found(), settings)
+
+
+def setting(knob: str, value: int, step_s: float, *, chosen: bool = False, fits: bool = True) -> Setting:
+    return Setting(knob, value, chosen, step_s, 1.0, 10**9, fits)
+
+
+def found(**changes: Any) -> Bounds:
+    seconds = {"compute": 10.0, "the link": 8.0, "the optimizer": 10.0}
+    return Bounds(**{"step_s": 10.0, "tokens_per_s": 100.0, "faster_s": seconds, "twice_tokens_per_s": 100.0} | changes)
+
+
+def test_the_sentence_names_the_best_setting() -> None:
+    settings = [setting("prefetch_depth", 1, 10, chosen=True), setting("prefetch_depth", 2, 9)]
+    assert sentence(found(), settings) == (
+        "The link binds: twice as fast, a step would take 8.00 s instead of 10.00 s (compute 10.00 s, the optimizer "
+        "10.00 s). Turn: prefetch depth 2 makes it 9.00 s."
+    )
+
+
+def test_where_no_knob_helps_more_sequences_may() -> None:
+    settings = [setting("prefetch_depth", 1, 10, chosen=True)]
+    more = sentence(found(twice_tokens_per_s=150.0), settings)
+    assert more.endswith("No knob shortens it; twice the sequences in a step give 150 tokens/s instead of 100.")
+    assert sentence(found(), settings).endswith("No knob shortens it, nor do more sequences in a step help.")
+
+
+def test_nothing_binds_alone_where_all_are_needed() -> None:
+    even = found(faster_s=dict.fromkeys(("compute", "the link", "the optimizer"), 9.95))
+    assert even.resource is None
+    assert sentence(even, [setting("prefetch_depth", 1, 10, chosen=True)]).startswith("Nothing binds alone")
+
+
+def test_the_report_tells_figures_with_their_source() -> None:
+    config = EngineConfig(micro_batch_size=4, moments_dtype="bfloat16")
+    planned = plan(gpt_oss_120b(), config, AdamWConfig(), batch=16, sequence=4096, machine=H200_1_5TB)
+    text = report(simulate(planned, Rates.of(H200_1_5TB)))
+    assert re.match(r"simulated step: [\d.]+ s, [\d,]+ tokens/s, [\d.]+ model TFLOP/s, MFU \d+% \(a fixed share", text)
+    assert "busy: weights in" in text
+    assert "compute waited for: weights" in text
