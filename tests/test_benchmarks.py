@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, streaming, trl_parity
+from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, simulated, streaming, trl_parity
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
@@ -391,3 +391,13 @@ def test_differences_are_tabulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["cases"] == [case]
+
+
+# ---- simulated beside measured ----
+
+
+def test_every_setting_is_predicted_and_trained() -> None:
+    rows = simulated.run(layers=2, hidden=32, steps=2)
+    assert len(rows) == 11
+    assert all(row.predicted_s > 0 and row.measured_s > 0 and row.by_own_rates_s > 0 for row in rows)
+    assert simulated.table_of(rows).count("\n") == 11

@@ -62,6 +62,11 @@ def test_it_plans_the_real_model_here_and_on_a_larger_machine(executed: nbformat
     assert "it fits" in said
 
 
+def test_the_real_model_is_simulated_and_shown(executed: nbformat.NotebookNode) -> None:
+    assert "optimizer binds: twice as fast, a step would take" in outputs(executed, "simulate(plan)")
+    assert "application/vnd.plotly.v1+json" in mime_types(executed, "simulate(plan)")
+
+
 def test_the_dashboard_is_shown_and_the_timeline_beside_the_tour(executed: nbformat.NotebookNode) -> None:
     assert "application/vnd.jupyter.widget-view+json" in mime_types(executed, "Dashboard(run)")
     assert "application/vnd.plotly.v1+json" in mime_types(executed, "set_prefetch_depth(0)")
