@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from simulations import rates, tiny_plan
 
-from megatrain.anatomy.presets import gpt_oss_120b
+from benchmarks.bounds import Rates as PassRates
+from benchmarks.bounds import predict
+from megatrain.anatomy.presets import gpt_oss_120b, llama_8b
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.machine import H200_1_5TB
 from megatrain.plan import plan
 from megatrain.simulate import Rates, Setting, Simulated, bounds, knob_table, report, simulate
 from megatrain.simulate.binds import Bounds
 from megatrain.simulate.words import sentence, table
+from megatrain.simulate.work import step_flops
 
 FAST, SLOW = 1e15, 1e6
 
@@ -134,3 +137,13 @@ def test_the_report_tells_figures_with_their_source() -> None:
     assert re.match(r"simulated step: [\d.]+ s, [\d,]+ tokens/s, [\d.]+ model TFLOP/s, MFU \d+% \(a fixed share", text)
     assert "busy: weights in" in text
     assert "compute waited for: weights" in text
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(("link", "adamw"), [(55e9, 200e9), (25e9, 60e9)])
+def test_the_schedule_comes_near_to_the_bound_of_its_slowest_lanes(batch: int, link: float, adamw: float) -> None:
+    """Llama-3-8B beside the arithmetic of `benchmarks.bounds`, in which a pass takes as long as its slowest lane."""
+    planned = plan(llama_8b(), EngineConfig(), AdamWConfig(), batch=batch, sequence=4096)
+    bound = predict(planned.parameters, step_flops(planned), PassRates(600e12, link, link, adamw / 26))
+    simulated = simulate(planned, rates(link=link, adamw=adamw, flops=600e12))
+    assert 0.99 < simulated.step_s / bound.step_s < 1.08
