@@ -129,7 +129,6 @@ class StreamingEngine:
         self._reference = False  # passes read the frozen weights
         self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
-        self._names = list(model.state_dict())
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
         knobs = Knobs(self.config.prefetch_depth, self.config.grad_buffers, resident)
         self._checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
@@ -182,6 +181,7 @@ class StreamingEngine:
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
         if not any(layout.trained for layout in [self._shell_layout, *self._layouts]):
             raise ValueError("no parameter requires a gradient; set requires_grad on what is to be trained")
+        self._names = list(model.state_dict())
 
     def _set_checkpointing(self, on: bool) -> None:
         for module in self._checkpointed:
