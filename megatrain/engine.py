@@ -29,7 +29,7 @@ from megatrain.batch import IGNORED, Batch, make_batch, shifted
 from megatrain.conductor import Conductor
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Checks, Control
-from megatrain.executor import Executor, NonFiniteError, StepState
+from megatrain.executor import BeforeUpdate, Executor, NonFiniteError, StepState
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
 from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
@@ -675,13 +675,18 @@ class StreamingEngine:
             for _, host in self._units():
                 host.weight_norm = weight_norm(host)
 
+    def updates_in_flight(self) -> dict[int | None, Callable[[], None]]:
+        """By layer (None: the shell), what waits for its last update so far; LaneError if that failed."""
+        numbers = self._conductor.schedule.last_updates
+        return {layer: self._executor.waiting_for(number) for layer, number in numbers.items()}
+
     @property
-    def before_update(self) -> Callable[[int | None], None]:
-        """Called in the host lane before a layer (None: the shell) is updated; it may wait."""
+    def before_update(self) -> BeforeUpdate:
+        """Called in the host lane before a layer (None: the shell) is updated in a step; it may wait."""
         return self._executor.before_update
 
     @before_update.setter
-    def before_update(self, hook: Callable[[int | None], None]) -> None:
+    def before_update(self, hook: BeforeUpdate) -> None:
         self._executor.before_update = hook
 
     # ---- reading the model ----

@@ -33,6 +33,8 @@ from megatrain.slots import BufferPool, Ledger, gradient_states, weight_states
 from megatrain.trace import Recorder, Span
 from megatrain.update import Hyperparameters, bytes_touched, update_layer
 
+BeforeUpdate = Callable[[int | None, int], None]  # of a layer (None: the shell), in a step
+
 
 class NonFiniteError(ValueError):
     """A loss or gradient norm is infinite or not a number; it was not applied."""
@@ -86,7 +88,7 @@ class Executor:
         self._throttle = throttle
         self._start_lanes()
         self._dones: dict[int, Done] = {}
-        self.before_update: Callable[[int | None], None] = lambda _: None
+        self.before_update: BeforeUpdate = lambda layer, step: None
         self.inspecting = False  # while a user steps layer by layer: look into what goes in and comes out
         self.inspected = Inspection()
         self._random = parts.RandomState(device)
@@ -155,6 +157,11 @@ class Executor:
         done = self._dones.get(number)
         if done is not None:
             done.wait()
+
+    def waiting_for(self, number: int) -> Callable[[], None]:
+        """What blocks, now or later and in any thread, until an operation that was issued is complete."""
+        done = self._dones.get(number)
+        return (lambda: None) if done is None else done.wait
 
     def wait_issued(self, number: int) -> None:
         """Block until an operation was handed to its stream: what follows there is in order. LaneError if it failed."""
@@ -494,7 +501,7 @@ class Executor:
         host, present = self._host_layer(op.layer), state.present[op.layer]
         if op.slab is not None:
             self._refuse_non_finite(state, op)
-        self.before_update(op.layer)
+        self.before_update(op.layer, state.number)
         update_layer(host, self._host_gradient(op), present, numbers)
         used = [entry for entry in host.layout.trained if entry.name in present]
         return bytes_touched(used, split=host.low is not None, moment_bytes=host.exp_avg.itemsize)

@@ -256,6 +256,11 @@ class Schedule:
         self._shell_version, self._shell_use = version, op.number
         return op.number
 
+    @property
+    def last_updates(self) -> dict[int | None, int]:
+        """By layer (None: the shell), the number of its last update."""
+        return dict(self._updated)
+
     def forget_weights(self) -> None:
         """The next pass reads other weights than those that lie on the device; nothing may be running."""
         self._shell_version = None

@@ -13,7 +13,7 @@ from typing import Any
 from megatrain.checkpoint.shards import FILE_MODE, FileNote, note_of
 from megatrain.plain import from_plain, to_plain
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "checkpoint.json"
 SPARE_BYTES = 64 << 20  # left free beside a checkpoint, for logs and records
 

@@ -1,8 +1,9 @@
 """Writes checkpoints in the background, while the next step already trains.
 
-Note: why nothing is copied first. Between two steps the host's arrays are the state, whole. The next thing to change a
-layer of them is its AdamW update, at the end of the next step; so that update waits, should it come so soon, until the
-layer is on the disk (`Gate`). Layers are written in the order in which they are updated.
+Note: why nothing is copied first, and nothing is waited for. Between two steps the host's arrays are the state, once
+the updates of the last step are applied, which goes on under the next step's forward. So each layer is written after
+its own update, in the order of the updates; and its next one, at the end of the next step, waits until it is on the
+disk, should it come so soon (`Gate`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ OnEnd = Callable[[Exception | None], None]
 
 
 class Gate:
-    """Holds back updates of layers that are still to be written."""
+    """Holds back updates of layers that are still to be written. step: the first whose updates come too early."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], step: int) -> None:
+        self._step = step
         self._written = {layer: threading.Event() for layer, _ in parts}
 
-    def __call__(self, layer: int | None) -> None:
+    def __call__(self, layer: int | None, step: int) -> None:
         """Called before a layer is updated."""
-        self._written[layer].wait()
+        if step >= self._step:
+            self._written[layer].wait()
 
     def open(self, layer: int | None) -> None:
         self._written[layer].set()
@@ -65,20 +68,19 @@ class CheckpointWriter:
         files: Mapping[str, bytes] | None = None,
         on_end: OnEnd = lambda error: None,
     ) -> None:
-        """Begin to write the state between two steps; waits for the one before, and for pending updates.
+        """Begin to write the state between two steps; waits for the one before to be written.
 
         step: steps done. state: plain values to keep with it (data position, settings). files: further ones, by name.
         on_end: called from the writing thread when all is on the disk, or with what prevented it.
         """
         self.wait()
         self.begun.append(step)
-        self._engine.flush()
-        parts = self._engine.parts()
+        parts, updates = self._engine.parts(), self._engine.updates_in_flight()
         random = self._engine.random_states()
         state = {**state, "engine_step": self._engine.steps_applied}
-        gate = Gate(parts)
+        gate = Gate(parts, self._engine.steps_applied)
         self._engine.before_update = gate
-        arguments = (step, parts, random, state, files or {}, gate, on_end)
+        arguments = (step, parts, updates, random, state, files or {}, gate, on_end)
         self._thread = threading.Thread(target=self._write, args=arguments, name="megatrain-checkpoint", daemon=True)
         self._thread.start()
 
@@ -92,6 +94,7 @@ class CheckpointWriter:
         self,
         step: int,
         parts: Sequence[Part],
+        updates: Mapping[int | None, Callable[[], None]],
         random: dict[str, torch.Tensor],
         state: dict[str, Any],
         further: Mapping[str, bytes],
@@ -105,6 +108,8 @@ class CheckpointWriter:
             files = {RANDOM_FILE: write_shard(unfinished / RANDOM_FILE, random, {})}
             files |= {name: write_file(unfinished / name, [memoryview(data)]) for name, data in further.items()}
             for layer, host in parts:
+                if layer in updates:
+                    updates[layer]()
                 files[file_of(layer)] = _write_part(unfinished, layer, host)
                 gate.open(layer)
             self._checkpoints.commit(unfinished, Manifest(step, files, state))
