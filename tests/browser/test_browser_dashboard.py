@@ -214,6 +214,8 @@ def test_two_windows_and_two_kernels_show_one_run(
 
 
 def turned_there_seen_here(there: DashboardPage, here: DashboardPage) -> None:
+    both = [page.slider("prefetch depth") for page in (there, here)]
+    here.until(lambda: len({handle.get_attribute("aria-valuetext") for handle in both}) == 1, "both show the same")
     value = "2" if here.slider("prefetch depth").get_attribute("aria-valuetext") == "1" else "1"
     there.turn("prefetch depth", "ArrowRight" if value == "2" else "ArrowLeft")
     handle = here.slider("prefetch depth")
