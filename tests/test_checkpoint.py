@@ -21,6 +21,7 @@ from megatrain import AdamWConfig, StreamingEngine
 from megatrain.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, Keep, restore
 from megatrain.checkpoint.parts import file_of, metadata_of, tensors_of
 from megatrain.checkpoint.shards import FileNote, note_of, read_shard, write_shard
+from megatrain.update import update_layer
 
 LAYERS = 3
 ADAMW = AdamWConfig(lr=LR, weight_decay=0.1)
@@ -115,6 +116,26 @@ def test_it_is_the_state_between_two_steps_although_training_goes_on(
         with engine_for() as engine:
             restore(engine, checkpoints, step)
             assert train(engine, step, 5) == straight[step:]
+
+
+def test_each_layer_is_written_after_its_own_update(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of the last step are still to come when writing begins: nothing of the step before may be written."""
+    with engine_for() as engine:
+        straight = train(engine, 0, 4)
+    with engine_for() as engine, monkeypatch.context() as slow:
+
+        def late(*args: Any) -> None:
+            time.sleep(0.05)
+            update_layer(*args)
+
+        slow.setattr("megatrain.executor.update_layer", late)
+        writer = CheckpointWriter(engine, checkpoints)
+        begun = train(engine, 0, 2)
+        writer.write(2, {})
+        writer.wait()
+    with engine_for() as engine:
+        restore(engine, checkpoints, 2)
+        assert begun + train(engine, 2, 4) == straight
 
 
 def _slowly(folder: Path, layer: int | None, host: Any) -> FileNote:
