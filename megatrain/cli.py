@@ -71,6 +71,9 @@ def plan(
     resident: Annotated[
         Any, typer.Option(parser=parse_resident, metavar="N|auto", help="Further layers kept on the device.")
     ] = "0",
+    kept_graphs: Annotated[
+        Any, typer.Option(parser=parse_resident, metavar="N|auto", help="Layers that are not computed again.")
+    ] = "0",
     loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at one time.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 (with an exact fp32 master) or float32.")] = "bfloat16",
     moments: Annotated[str, typer.Option(help="float32, or bfloat16 for small hosts.")] = "float32",
@@ -101,6 +104,7 @@ def plan(
             prefetch_depth=depth,
             grad_buffers=grad_buffers,
             resident_layers=resident,
+            kept_graphs=kept_graphs,
             loss_chunk_tokens=loss_chunk,
             moments_dtype=moments,  # type: ignore[arg-type]
             optimizer_overlap=overlap,  # type: ignore[arg-type]

@@ -83,6 +83,8 @@ class EngineConfig:
     grad_buffers: device buffers that hold a layer's gradient until it has left.
     resident_layers: further layers whose weights stay on the device from forward to backward;
         "auto" fills the device memory that the plan leaves over.
+    kept_graphs: layers, from the top, whose autograd graph stays on the device from forward to backward, so that they
+        are not computed again; "auto" fills the device memory that is left, before resident layers do.
     offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
     loss_chunk_tokens: tokens whose logits exist at one time.
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
@@ -99,6 +101,7 @@ class EngineConfig:
     prefetch_depth: int = 1
     grad_buffers: int = 2
     resident_layers: int | Auto = 0
+    kept_graphs: int | Auto = 0
     offload_activations: bool | Auto = "auto"
     loss_chunk_tokens: int = 1024
     optimizer_overlap: OptimizerOverlap = "forward"
@@ -117,11 +120,10 @@ class EngineConfig:
         )
         check_prefetch_depth(self.prefetch_depth)
         check_grad_buffers(self.grad_buffers)
-        _require(
-            self.resident_layers == "auto" or (_is_int(self.resident_layers) and self.resident_layers >= 0),
-            'resident_layers must be a whole number ≥ 0 or "auto"',
-            self.resident_layers,
-        )
+        for name in ("resident_layers", "kept_graphs"):
+            count = getattr(self, name)
+            rule = f'{name} must be a whole number ≥ 0 or "auto"'
+            _require(count == "auto" or (_is_int(count) and count >= 0), rule, count)
         _require(
             self.offload_activations == "auto" or isinstance(self.offload_activations, bool),
             'offload_activations must be True, False or "auto"',

@@ -30,6 +30,7 @@ from megatrain.conductor import Conductor
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Checks, Control
 from megatrain.executor import BeforeUpdate, Executor, NonFiniteError, StepState
+from megatrain.fitting import Choice, Fitting
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import LaneError
 from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
@@ -135,14 +136,9 @@ class StreamingEngine:
         self._set_checkpointing(False)  # the engine recomputes each layer itself
         try:
             self._examine(model)
-            self._room = Room(
-                self._layouts,
-                self._shell_layout,
-                self.config,
-                self._device,
-                self._widths,
-                self._anatomy.token_elements,
-            )
+            cpu = self._device.type == "cpu"
+            fitting = Fitting(self._layouts, self._shell_layout, self._widths, self.config, cpu)
+            self._room = Room(fitting, self._device, self._anatomy.token_elements)
             self._room.require(knobs)
         except BaseException:
             self._set_checkpointing(True)
@@ -261,29 +257,29 @@ class StreamingEngine:
         """A step, tried again where the device has too little memory for what "auto" chose."""
         before = self.random_states()
         while True:
-            offload, knobs = self._settle(cut, rows)
+            choice = self._settle(cut, rows)
             try:
-                return self._try(cut, objective, temperature, offload=offload)
+                return self._try(cut, objective, temperature, choice)
             except DeviceMemoryError as error:
-                lowered = self._room.tighten(knobs, offload=offload)
+                lowered = self._room.tighten(choice)
                 if lowered is None:
                     raise
                 log.warning("step %d is tried again, %s: %s", self._step, lowered, error)
                 self._executor.set_random_states(before)
 
-    def _settle(self, cut: Batch, rows: int | None) -> tuple[bool, Knobs]:
-        """Make room for a batch: whether saved inputs are offloaded, and the knobs."""
+    def _settle(self, cut: Batch, rows: int | None) -> Choice:
+        """Make room for a batch."""
         asked = self.control.knobs  # once: a wish may change them at any moment
-        offload, knobs = self._room.settle(self._room.size_of(cut.shape, rows), asked)
-        if knobs != asked:
-            self.control.choose_resident_layers(knobs.resident_layers)
+        choice = self._room.settle(self._room.size_of(cut.shape, rows), asked)
+        if choice.knobs != asked:
+            self.control.choose_resident_layers(choice.knobs.resident_layers)
         self._conductor.tell("micro_batch_size", self._rows, rows, self._step, None)
         self._rows = rows
-        return offload, knobs
+        return choice
 
-    def _try(self, cut: Batch, objective: Objective | None, temperature: float, *, offload: bool) -> StepResult:
+    def _try(self, cut: Batch, objective: Objective | None, temperature: float, choice: Choice) -> StepResult:
         head = (Kind.HEAD,) if objective is None else (Kind.SCORE, Kind.HEAD)
-        with self._in_flight(self._begin(cut, head, offload=offload)) as state:
+        with self._in_flight(self._begin(cut, head, choice)) as state:
             state.temperature = temperature
             return self._run(state, objective)
 
@@ -313,7 +309,8 @@ class StreamingEngine:
         self._failure = None
         rows = self._rows
         size = self._room.size_of(state.batch.shape, rows) if state.batch.tokens else self._room.size
-        advice = self._room.advice(self._conductor.knobs, size, rows, offload=state.shape.offload)
+        choice = Choice(self._conductor.knobs, state.shape.offload, state.shape.kept_graphs)
+        advice = self._room.advice(choice, size, rows)
         said = str(error).splitlines()[0]
         return DeviceMemoryError(f"the device ran out of memory ({said}); nothing was applied. {advice}")
 
@@ -327,13 +324,15 @@ class StreamingEngine:
         self._record_step(batch, start_s, result)
         return result
 
-    def _begin(self, batch: Batch, head: tuple[Kind, ...], *, offload: bool = False) -> StepState:
-        """Prepare a pass; only one with a HEAD goes backward."""
+    def _begin(self, batch: Batch, head: tuple[Kind, ...], choice: Choice | None = None) -> StepState:
+        """Prepare a pass; only one with a HEAD goes backward, and needs a choice of how it uses the device."""
+        offload = choice is not None and choice.offload
         reached = backward_from(self._layouts, self._shell_layout) if Kind.HEAD in head else len(self._layouts)
         shape = StepShape(
             micro_batches=len(batch.parts),
             offload=offload,
             backward_from=reached,
+            kept_graphs=0 if choice is None else choice.kept_graphs,
             shell_backward=bool(self._shell_layout.trained),
             head=head,
         )
@@ -632,7 +631,7 @@ class StreamingEngine:
     def planned_bytes(self) -> int:
         """Most bytes that the device arena may hold with the knobs as they are and a batch as the last one."""
         offload = self._offloaded is not None or self.config.offload_activations is True
-        return self._room.needs(self.control.knobs, self._room.size, offload=offload).total
+        return self._room.needs_bytes(self.control.knobs, offload=offload)
 
     def at_work(self) -> dict[str, list[str]]:
         """Per lane, what it is at and what waits behind, in words."""

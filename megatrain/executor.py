@@ -20,7 +20,7 @@ from megatrain import anatomy as parts
 from megatrain.activations import OffloadedInputs, SavedInputs
 from megatrain.batch import Batch
 from megatrain.config import Throttle
-from megatrain.gradients import GradientSum
+from megatrain.gradients import GradientSum, Norms
 from megatrain.host import HostLayer, HostStore
 from megatrain.lanes import Done, Label, Lanes, Stream, Work
 from megatrain.layout import Layout
@@ -41,6 +41,14 @@ class NonFiniteError(ValueError):
 
 
 @dataclass
+class KeptGraph:
+    """A layer's forward that is not computed again, and the weights that autograd will ask for."""
+
+    graph: parts.Graph
+    saved: parts.Saved
+
+
+@dataclass
 class StepState:
     """What the operations of one step hand to each other. Each item is written on one lane, read after a wait."""
 
@@ -53,6 +61,7 @@ class StepState:
     tapes: dict[int, parts.Tape] = field(default_factory=dict)
     output_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch
     random_states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], KeptGraph] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     balancing: list[torch.Tensor] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
@@ -102,6 +111,7 @@ class Executor:
         self._shell_gradient = self._allocate(shell.trained_nbytes)
         self._shell_sums = self._sums(sum_bytes(shell, parts=2))
         self._layer_sums: torch.Tensor | None = None
+        self._norms = Norms()
         self._tails = [parts.Tail() for _ in layouts]
         self._trained = [frozenset(entry.name for entry in layout.trained) for layout in layouts]
         self._shell_trained = {e.name: anatomy.shell.parameters[e.name] for e in shell.trained}
@@ -149,7 +159,7 @@ class Executor:
         widest = max(sum_bytes(layout, shape.micro_batches) for layout in self._layouts)
         if widest and self._layer_sums is None:
             self._layer_sums = self._sums(widest)
-        shell_sum = GradientSum(self._shell_layout, self._shell_gradient, self._shell_sums)
+        shell_sum = GradientSum(self._shell_layout, self._shell_gradient, self._shell_sums, self._norms)
         return StepState(number, batch, shape, offloaded, shell_sum, Scales(len(self._layouts)))
 
     def wait(self, number: int) -> None:
@@ -186,6 +196,9 @@ class Executor:
         for gradient in state.output_gradients.values():
             self.ledger.release(gradient.nbytes)
         state.output_gradients.clear()
+        for kept in state.graphs.values():
+            self.ledger.release(kept.saved.nbytes)
+        state.graphs.clear()
         self.forget_complete()
 
     def restart(self, step: int) -> None:
@@ -295,25 +308,54 @@ class Executor:
 
     def _readers(self, state: StepState, layer: int) -> int:
         """How many operations will read the input of `layer` where it now lies: see `SavedInputs`."""
-        last = len(self._layouts) - 1
-        offloaded = state.shape.offload and state.shape.backward_from <= layer < last
-        return 2 if offloaded else 1
+        return 2 if state.shape.offloads(layer, len(self._layouts)) else 1
 
     def _forward(self, state: StepState, op: Op, stream: Stream) -> int:
         layer, mb = _place(op)
         assert op.slot is not None
         hidden = self.saved.get(layer, mb)
-        if self._anatomy.model.training:
-            state.random_states[(layer, mb)] = self._random.get()
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
-            module = self._anatomy.layers[layer]
-            output = parts.forward(module, self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+            if op.graph:
+                output = self._forward_with_graph(state, layer, mb, slot, hidden)
+            else:
+                output = self._forward_without_graph(state, layer, mb, slot, hidden)
         state.scales.add_output(layer, output)
         self._inspect(layer, "forward", hidden, output)
         self.saved.put(layer + 1, mb, output.contiguous(), self._readers(state, layer + 1))
-        if self._readers(state, layer) == 2 or layer < state.shape.backward_from:
+        if op.graph or self._readers(state, layer) == 2 or layer < state.shape.backward_from:
             self.saved.release(layer, mb)
         return 0
+
+    def _forward_without_graph(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        if self._anatomy.model.training:
+            state.random_states[(layer, mb)] = self._random.get()
+        return parts.forward(self._anatomy.layers[layer], self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+
+    def _forward_with_graph(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        tape = state.tapes[mb]
+        saved = parts.Saved(slot, tape.calls[layer].tensors)
+        graph = self._graph(state, layer, mb, slot, hidden, saved.saving())
+        if tape.keys:
+            tape.collected[layer] = graph.collected
+        self.ledger.hold(saved.nbytes)
+        state.graphs[(layer, mb)] = KeptGraph(graph, saved)
+        return graph.output
+
+    def _graph(
+        self,
+        state: StepState,
+        layer: int,
+        mb: int,
+        slot: torch.Tensor,
+        hidden: torch.Tensor,
+        within: AbstractContextManager[None],
+    ) -> parts.Graph:
+        module, tensors = self._anatomy.layers[layer], self._tensors(layer, slot)
+        return parts.Graph(module, tensors, self._trained[layer], state.tapes[mb], layer, hidden, within)
 
     def _tensors(self, layer: int, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         return self._anatomy.units[layer].with_aliases(self._layouts[layer].views(slot))
@@ -385,14 +427,15 @@ class Executor:
         layer, mb = _place(op)
         assert op.slot is not None
         with self.weights[op.slot].during(weight_states(op, spent=self._spent(state, op))) as slot:
+            run = self._kept_backward if op.graph else self._layer_backward
             if op.buffer is None:
-                self._layer_backward(state, layer, mb, slot, stream, None)
+                run(state, layer, mb, slot, stream, None)
                 return 0
             with self.gradients[op.buffer].during(gradient_states(op)) as flat:
                 if mb == 0:
                     sums = self._layer_sums if state.shape.micro_batches > 1 else None
-                    state.layer_sum = GradientSum(self._layouts[layer], flat, sums)
-                self._layer_backward(state, layer, mb, slot, stream, state.layer_sum)
+                    state.layer_sum = GradientSum(self._layouts[layer], flat, sums, self._norms)
+                run(state, layer, mb, slot, stream, state.layer_sum)
                 if mb == state.shape.micro_batches - 1 and state.layer_sum is not None:
                     self._finish_sum(state, layer, state.layer_sum)
         return 0
@@ -403,29 +446,37 @@ class Executor:
         hidden = self.saved.get(layer, mb)
         stream.keep(hidden)
         after = self._random.get()
-        backward = partial(
-            parts.backward,
-            self._anatomy.layers[layer],
-            self._tensors(layer, slot),
-            frozenset() if total is None else self._trained[layer],
-            state.tapes[mb],
-            layer,
-            hidden,
-            state.output_gradients[mb],
-            _unexpected if total is None else total.add,
-            self._tails[layer],
-        )
-        self._rewind(state, layer, mb)
-        try:
-            gradient = backward()
-        except parts.DifferentError:
-            self._rewind(state, layer, mb)
-            gradient = backward()
+        graph = self._recompute(state, layer, mb, slot, hidden)
+        self._send_back(state, layer, mb, graph, total)
         state.random_states.pop((layer, mb), None)
         self._random.set(after)
-        self._inspect(layer, "backward", state.output_gradients[mb], gradient)
-        self._keep_output_gradient(state, mb, gradient)
         self.saved.release(layer, mb)
+
+    def _kept_backward(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, stream: Stream, total: GradientSum | None
+    ) -> None:
+        kept = state.graphs.pop((layer, mb))
+        kept.saved.slot = slot
+        self._send_back(state, layer, mb, kept.graph, total)
+        self.ledger.release(kept.saved.nbytes)
+
+    def _recompute(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
+    ) -> parts.Graph:
+        """Run a layer again, now under autograd, without the products that backward does not need."""
+        for _ in range(2):
+            self._rewind(state, layer, mb)
+            try:
+                return self._graph(state, layer, mb, slot, hidden, self._tails[layer].recompute())
+            except parts.DifferentError:  # the tail is off from now on
+                continue
+        raise AssertionError("a layer without a tail is computed whole")
+
+    def _send_back(self, state: StepState, layer: int, mb: int, graph: parts.Graph, total: GradientSum | None) -> None:
+        came = state.output_gradients[mb]
+        went = graph.backward(came, _unexpected if total is None else total.add)
+        self._inspect(layer, "backward", came, went)
+        self._keep_output_gradient(state, mb, went)
 
     def _rewind(self, state: StepState, layer: int, mb: int) -> None:
         """Random draws of a recompute are those of the forward that it repeats."""

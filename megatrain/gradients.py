@@ -11,6 +11,24 @@ import torch
 from megatrain.layout import Layout
 
 
+class Norms:
+    """Norms of tensors, in float32. A CPU widens narrower ones in a buffer that stays.
+
+    torch would take fresh memory for each, and the system's clearing of its pages takes longer than the norm.
+    """
+
+    def __init__(self) -> None:
+        self._wide = torch.empty(0)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and tensor.dtype != torch.float32:
+            if self._wide.numel() < tensor.numel():
+                self._wide = torch.empty(tensor.numel())
+            tensor = self._wide[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        return norm
+
+
 class GradientSum:
     """The gradient of one layer (or the shell) in the making.
 
@@ -18,8 +36,11 @@ class GradientSum:
     element, for what is narrower; None if every gradient comes whole.
     """
 
-    def __init__(self, layout: Layout, flat: torch.Tensor, sums: torch.Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, flat: torch.Tensor, sums: torch.Tensor | None, norm: Norms | None = None
+    ) -> None:
         self._layout = layout
+        self._norm = norm or Norms()
         self._views = layout.gradient_views(flat)
         for gap in layout.trained_gaps:
             flat[gap].zero_()  # AdamW walks over them, too: what lies there stays zero for good
@@ -42,11 +63,7 @@ class GradientSum:
                 self._views[name].copy_(total)
         for name in self._views.keys() - self.present:
             self._views[name].zero_()
-        return {
-            name: torch.linalg.vector_norm(view, dtype=torch.float32)
-            for name, view in self._views.items()
-            if name in self.present
-        }
+        return {name: self._norm(view) for name, view in self._views.items() if name in self.present}
 
 
 def _sum_views(layout: Layout, sums: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ def accesses(op: Op) -> Iterator[Access]:
     """What an operation reads and writes, reads first."""
     layer, mb, weights = op.layer, op.micro_batch, ("weights", op.layer)
     slot, buffer = ("slot", op.slot), ("gradient buffer", op.buffer)
-    saved, kept = ("input", layer, mb), ("host input", layer, mb)
+    saved, kept, graph = ("input", layer, mb), ("host input", layer, mb), ("graph", layer, mb)
     match op.kind:
         case Kind.ADD | Kind.REMOVE:
             yield Access(slot if op.slot is not None else buffer, op.kind, write=True)
@@ -63,6 +63,9 @@ def accesses(op: Op) -> Iterator[Access]:
         case Kind.FORWARD:
             yield Access(slot, weights)
             yield Access(saved, "device")
+            if op.graph:
+                yield Access(saved, SPENT, write=True)
+                yield Access(graph, "kept", write=True)
             yield Access(("input", (layer or 0) + 1, mb), "device", write=True)
         case Kind.OFFLOAD:
             yield Access(saved, "device")
@@ -81,8 +84,9 @@ def accesses(op: Op) -> Iterator[Access]:
             yield Access(("shell gradient",), "parts", write=True)
         case Kind.BACKWARD:
             yield Access(slot, weights)
-            yield Access(saved, "device")
-            yield Access(saved, SPENT, write=True)
+            used, as_kept = (graph, "kept") if op.graph else (saved, "device")
+            yield Access(used, as_kept)
+            yield Access(used, SPENT, write=True)
             if op.buffer is not None:
                 yield Access(buffer, layer, write=True)
         case Kind.NORM:

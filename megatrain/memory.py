@@ -7,7 +7,7 @@ them with the measured peak.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from megatrain.layout import Layout, align
 from megatrain.steering import Knobs
@@ -54,6 +54,7 @@ class DeviceBytes:
     gradient_buffers: int
     gradient_sums: int
     saved_inputs: int
+    kept_graphs: int = 0
 
     @property
     def total(self) -> int:
@@ -93,10 +94,20 @@ def saved_input_bytes(layers: int, size: StepSize, *, offload: bool, slots: int)
 
 
 def device_bytes(
-    layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, *, offload: bool
+    layouts: Sequence[Layout],
+    shell: Layout,
+    knobs: Knobs,
+    size: StepSize,
+    *,
+    offload: bool,
+    kept_graphs: int = 0,
+    graph_bytes: int = 0,
 ) -> DeviceBytes:
-    """What a step of this size holds on the device with these knobs."""
-    reached = len(layouts) - backward_from(layouts, shell)
+    """What a step of this size holds on the device with these knobs.
+
+    kept_graphs: layers that keep their graphs, which take `graph_bytes` in all, and not their inputs.
+    """
+    saved = len(layouts) - backward_from(layouts, shell) - kept_graphs
     slots = min(knobs.weight_slots, len(layouts))
     return DeviceBytes(
         shell_weights=align(shell.nbytes),
@@ -104,19 +115,11 @@ def device_bytes(
         weight_slots=slots * slot_bytes(layouts),
         gradient_buffers=knobs.grad_buffers * gradient_buffer_bytes(layouts),
         gradient_sums=max(sum_bytes(layout, size.micro_batches) for layout in layouts),
-        saved_inputs=saved_input_bytes(reached, size, offload=offload, slots=slots),
+        saved_inputs=saved_input_bytes(saved, size, offload=offload, slots=slots),
+        kept_graphs=graph_bytes,
     )
 
 
 def must_offload(layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, spare_bytes: int) -> bool:
     """What `offload_activations="auto"` means, where the engine may hold `spare_bytes` on the device."""
     return device_bytes(layouts, shell, knobs, size, offload=False).total > spare_bytes
-
-
-def resident_layers_that_fit(
-    layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, spare_bytes: int, *, offload: bool
-) -> int:
-    """What `resident_layers="auto"` means: the layers for which `spare_bytes` has room on top of `knobs`."""
-    bare = replace(knobs, resident_layers=0)
-    room = spare_bytes - device_bytes(layouts, shell, bare, size, offload=offload).total
-    return min(max(0, room // slot_bytes(layouts)), len(layouts))

@@ -67,6 +67,7 @@ class Op:
     """One operation. `waits` are numbers of earlier operations that must be complete first.
 
     slot: the weights buffer read or filled; buffer: the device gradient buffer; slab: the host gradient slab.
+    graph: a forward whose autograd graph is kept, or a backward that uses it.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Op:
     buffer: int | None = None
     slab: int | None = None
     waits: tuple[int, ...] = ()
+    graph: bool = False
 
     @property
     def lane(self) -> str:
@@ -90,6 +92,7 @@ class Op:
         words += f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         words += f", weights slot {self.slot}" if self.slot is not None else ""
         words += f", gradient buffer {self.buffer}" if self.buffer is not None else ""
+        words += ", with a graph that is kept" if self.graph else ""
         return words.replace("add,", "add").replace("remove,", "remove")
 
     def __str__(self) -> str:
@@ -97,6 +100,8 @@ class Op:
         parts = [self.kind.value, "shell" if self.layer is None else str(self.layer)]
         named = (("mb", self.micro_batch), ("slot", self.slot), ("grad", self.buffer), ("slab", self.slab))
         parts += [f"{name}{value}" for name, value in named if value is not None]
+        if self.graph:
+            parts.append("graph")
         if self.waits:
             parts.append("after " + ",".join(map(str, self.waits)))
         return " ".join(parts)
@@ -107,6 +112,7 @@ class StepShape:
     """What a step must do, apart from the knobs.
 
     backward_from: the lowest layer that backward must reach (above it nothing needs a gradient).
+    kept_graphs: layers, from the top, whose autograd graph is kept from forward to backward.
     shell_backward: the recorded shell call needs a backward pass (its embeddings are trained).
     head: what follows the last layer, each for all micro-batches in turn. Without a HEAD nothing is trained.
     """
@@ -114,12 +120,22 @@ class StepShape:
     micro_batches: int
     offload: bool = False
     backward_from: int = 0
+    kept_graphs: int = 0
     shell_backward: bool = True
     head: tuple[Kind, ...] = (Kind.HEAD,)
 
     @property
     def trains(self) -> bool:
         return Kind.HEAD in self.head
+
+    def keeps_graph(self, layer: int, layers: int) -> bool:
+        """Whether `layer`, of so many, is not computed again in backward."""
+        return layer >= max(self.backward_from, layers - self.kept_graphs)
+
+    def offloads(self, layer: int, layers: int) -> bool:
+        """Whether the input of `layer` goes to the host; the last one is needed again at once."""
+        between = self.backward_from <= layer < layers - 1
+        return self.offload and between and not self.keeps_graph(layer, layers)
 
 
 @dataclass(frozen=True)
@@ -301,12 +317,14 @@ class Schedule:
 
     def _forward(self, layer: int, shape: StepShape) -> Iterator[Op]:
         slot_id, slot = self._slot_of(layer)
+        graph = shape.keeps_graph(layer, self.layers)
         for mb in range(shape.micro_batches):
-            if shape.offload and shape.backward_from <= layer < self.layers - 1:
+            if shape.offloads(layer, self.layers):
                 yield from self._offload(layer, mb)
             first = slot.loaded if mb == 0 else None
             drained = self._inputs.offloaded.get((layer - 1, mb))  # bounds the inputs alive on the device
-            op = self._op(Kind.FORWARD, layer, micro_batch=mb, slot=slot_id, waits=_present(first, drained))
+            waits = _present(first, drained)
+            op = self._op(Kind.FORWARD, layer, micro_batch=mb, slot=slot_id, waits=waits, graph=graph)
             yield op
             self._inputs.produced[(layer + 1, mb)] = slot.last_use = op.number
 
@@ -333,10 +351,11 @@ class Schedule:
         yield from self._fetch(Visit("backward", layer), shape)
         slot_id, slot = self._slot_of(layer)
         buffer = self._oldest_buffer() if layer in self.trained else None
+        graph = shape.keeps_graph(layer, self.layers)
         for mb in range(shape.micro_batches):
             first = (slot.loaded, self._buffers[buffer] if buffer is not None else None) if mb == 0 else ()
             waits = _present(*first, self._inputs.fetched.get((layer, mb)))
-            op = self._op(Kind.BACKWARD, layer, micro_batch=mb, slot=slot_id, buffer=buffer, waits=waits)
+            op = self._op(Kind.BACKWARD, layer, micro_batch=mb, slot=slot_id, buffer=buffer, waits=waits, graph=graph)
             yield op
             self._inputs.consumed[(layer, mb)] = slot.last_use = op.number
         if buffer is not None:

@@ -34,10 +34,18 @@ class Workspace:
     head_gradient: int  # with the logits' gradient, from which it is computed
 
     @property
+    def kept_of_a_layer(self) -> int:
+        """What autograd saves of one layer between its forward and its backward."""
+        return self.recompute + self._kept_scores
+
+    @property
+    def _kept_scores(self) -> int:
+        return self.scores * (SCORE_COPIES - 1) // SCORE_COPIES
+
+    @property
     def layer(self) -> int:
         """One layer's backward: its scores are whole in its attention, and a third is gone before and after."""
-        kept_scores = self.scores * (SCORE_COPIES - 1) // SCORE_COPIES
-        return self.recompute + max(self.scores, kept_scores + self.layer_gradient)
+        return self.recompute + max(self.scores, self._kept_scores + self.layer_gradient)
 
     @property
     def head(self) -> int:

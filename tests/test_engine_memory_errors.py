@@ -23,7 +23,7 @@ PLACES = {
     "the recorded call": "megatrain.anatomy.model.Anatomy.record",
     "a layer forward": "megatrain.executor.parts.forward",
     "the head": "megatrain.executor.backward",
-    "a layer backward": "megatrain.executor.parts.backward",
+    "a layer backward": "megatrain.executor.parts.Graph.backward",
     "a new buffer": "megatrain.slots.BufferPool.add",
 }
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.gradients import GradientSum
+from megatrain.gradients import GradientSum, Norms
 from megatrain.layout import Layout, TensorSpec
 
 NAN_BYTE = 0xFF  # every float made of it is NaN
@@ -160,3 +160,11 @@ def test_the_next_gradient_in_the_same_buffer_starts_anew() -> None:
         total.add("b", torch.full((7,), value).bfloat16())
         total.finish()
     assert layout.gradient_views(flat)["b"].tolist() == [5.0] * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_is_torchs_own_whatever_was_widened_before(dtype: torch.dtype) -> None:
+    norm, generator = Norms(), torch.Generator().manual_seed(0)
+    for shape in [(300, 77), (5,), (), (1000, 130), (64, 64)]:
+        tensor = torch.randn(shape, generator=generator).to(dtype)
+        assert torch.equal(norm(tensor), torch.linalg.vector_norm(tensor, dtype=torch.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from operations import depth, play, schedule
@@ -25,9 +26,10 @@ def played(
     in_backward: bool = False,
     resident: int = 0,
     partly_frozen: Iterable[int] = (),
+    kept: int = 0,
 ) -> list[Op]:
     """Three steps with their updates."""
-    shape = StepShape(micro_batches, offload=offload)
+    shape = StepShape(micro_batches, offload=offload, kept_graphs=kept)
     planned = schedule(layers, trained, update_in_backward=in_backward, partly_frozen=partly_frozen)
     return play(planned, shape, depth(ahead, resident=resident), steps=3).ops
 
@@ -58,6 +60,17 @@ def test_layers_that_are_frozen_but_for_adapters_are_safe(layers: int, in_backwa
         of_those = set(partly) & set(range(layers) if trained is None else trained)
         ops = played(layers, ahead, trained=trained, resident=resident, in_backward=in_backward, partly_frozen=of_those)
         assert check(ops) == len(ops)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+def test_layers_that_keep_their_graph_are_safe(layers: int, offload: bool, in_backward: bool) -> None:
+    for ahead, mbs, kept, trained in product(range(5), (1, 3), range(1, layers + 2), [None, [0], range(0, layers, 2)]):
+        options: dict[str, Any] = {"micro_batches": mbs, "offload": offload, "in_backward": in_backward}
+        ops = played(layers, ahead, trained=trained, kept=kept, **options)
+        assert check(ops) == len(ops)
+        assert sum(op.graph for op in ops) == 3 * 2 * mbs * min(kept, layers)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

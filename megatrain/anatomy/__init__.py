@@ -2,10 +2,11 @@
 
 from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, without_adapters
 from megatrain.anatomy.arithmetic import Arithmetic, Products, arithmetic
-from megatrain.anatomy.calls import Tape, backward, call, forward, send_back_collected, shell_gradients
+from megatrain.anatomy.calls import Graph, Tape, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
 from megatrain.anatomy.rng import RandomState
+from megatrain.anatomy.saved import Saved
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
 from megatrain.anatomy.tail import DifferentError, Tail
 from megatrain.anatomy.widths import Widths, widths
@@ -16,15 +17,16 @@ __all__ = [
     "Chunk",
     "DifferentError",
     "Dtypes",
+    "Graph",
     "Products",
     "RandomState",
+    "Saved",
     "Tail",
     "Tape",
     "Unit",
     "UnsupportedModelError",
     "Widths",
     "arithmetic",
-    "backward",
     "base_of",
     "call",
     "check",

@@ -1,4 +1,4 @@
-"""A recorded layer call, replayed: forward without a graph, and backward with one recompute.
+"""A recorded layer call, replayed: forward without a graph or with one that waits for its gradient.
 
 Note: what passes between shell and layers
     Apart from the hidden state, a layer gets tensors that the shell made (masks, position embeddings). Those
@@ -9,7 +9,7 @@ Note: what passes between shell and layers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain.anatomy.stub import hidden_of
-from megatrain.anatomy.tail import Tail
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -27,6 +26,7 @@ except ImportError:  # before transformers 5.2 there are no such hooks to serve
     _active_collector = None
 
 Collected = dict[str, list[torch.Tensor]]
+OnGradient = Callable[[str, torch.Tensor], None]
 
 
 @contextmanager
@@ -61,6 +61,10 @@ class LayerCall:
     tree: TreeSpec
     hidden_at: int
     extras: dict[int, int]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def arguments(self, hidden: torch.Tensor, extras: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         leaves = list(self.leaves)
@@ -126,49 +130,72 @@ def forward(
     return hidden_of(output).detach()
 
 
-def backward(
-    layer: nn.Module,
-    tensors: dict[str, torch.Tensor],
-    trained: frozenset[str],
-    tape: Tape,
-    index: int,
-    hidden: torch.Tensor,
-    gradient: torch.Tensor,
-    on_gradient: Callable[[str, torch.Tensor], None],
-    tail: Tail | None = None,
-) -> torch.Tensor:
-    """Recompute layer `index` under autograd and send `gradient` (of its output) back.
+class Graph:
+    """Layer `index`, run forward under autograd, until the gradient of its output comes.
 
-    Returns the gradient of `hidden`. `on_gradient(name, gradient)` is called once for each trained tensor that
-    has one, as soon as autograd has it whole; the tensor passed is not used afterwards. tail: what of the recompute is
-    left out; DifferentError, before any gradient is reported, if it must be done again.
+    tensors: its weights and buffers; trained: the names of those whose gradient is wanted. hidden: (B, T, D).
+    within: entered while the layer runs. output: (B, T, D), without a graph.
     """
-    call = tape.calls[index]
-    with torch.enable_grad(), collecting(tape.keys) as collected:
-        leaf: Any = hidden.detach().requires_grad_()
-        arrived: list[torch.Tensor] = []  # as autograd sums it; leaf.grad would be copied into the leaf's strides
-        leaf.register_hook(arrived.append)
-        extras = {at: call.leaves[at].detach().requires_grad_() for at in call.extras}
-        leaves = _leaves(tensors, trained, on_gradient)
-        args, kwargs = call.arguments(leaf, extras)
-        with nullcontext() if tail is None else tail.recompute():
-            output = hidden_of(functional_call(layer, leaves, args, kwargs, strict=True))
-        _run_backward([output, *_in_order(collected)], [gradient, *tape.collected_gradients.get(index, [])])
-    for at, extra in extras.items():
-        if extra.grad is not None:
-            tape.add_extra_gradient(call.extras[at], extra.grad)
-    return arrived[0] if arrived else torch.zeros_like(hidden)
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        tensors: dict[str, torch.Tensor],
+        trained: frozenset[str],
+        tape: Tape,
+        index: int,
+        hidden: torch.Tensor,
+        within: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self._tape, self._index = tape, index
+        self._reports = _Reports()
+        call = tape.calls[index]
+        with torch.enable_grad(), collecting(tape.keys) as collected:
+            leaf: Any = hidden.detach().requires_grad_()
+            self._arrived: list[torch.Tensor] = []  # as autograd sums it; leaf.grad would get the leaf's strides
+            leaf.register_hook(self._arrived.append)
+            self._extras = {at: call.leaves[at].detach().requires_grad_() for at in call.extras}
+            args, kwargs = call.arguments(leaf, self._extras)
+            with within or nullcontext():
+                leaves = _leaves(tensors, trained, self._reports)
+                self._output = hidden_of(functional_call(layer, leaves, args, kwargs, strict=True))
+        self._collected = collected
+        self.output = self._output.detach()
+
+    @property
+    def collected(self) -> Collected:
+        """What the output-recording hooks saw, without a graph."""
+        return {key: [tensor.detach() for tensor in found] for key, found in self._collected.items()}
+
+    def backward(self, gradient: torch.Tensor, on_gradient: OnGradient) -> torch.Tensor:
+        """Send `gradient` (of the output) back, once; returns the gradient of `hidden`.
+
+        `on_gradient(name, gradient)` is called once for each trained tensor that has one, as soon as autograd has it
+        whole; the tensor passed is not used afterwards.
+        """
+        self._reports.to = on_gradient
+        outputs = [self._output, *_in_order(self._collected)]
+        _run_backward(outputs, [gradient, *self._tape.collected_gradients.get(self._index, [])])
+        call = self._tape.calls[self._index]
+        for at, extra in self._extras.items():
+            if extra.grad is not None:
+                self._tape.add_extra_gradient(call.extras[at], extra.grad)
+        return self._arrived[0] if self._arrived else torch.zeros_like(self.output)
 
 
-def _leaves(
-    tensors: dict[str, torch.Tensor], trained: frozenset[str], on_gradient: Callable[[str, torch.Tensor], None]
-) -> dict[str, torch.Tensor]:
+class _Reports:
+    """Where gradients of weights go; known only once they come. Refers to nothing of the graph that refers to it."""
+
+    to: OnGradient
+
+
+def _leaves(tensors: dict[str, torch.Tensor], trained: frozenset[str], reports: _Reports) -> dict[str, torch.Tensor]:
     """`tensors`, the trained among them as fresh autograd leaves that report and drop their gradient."""
 
     def report(name: str) -> Callable[[torch.Tensor], None]:
         def hook(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            on_gradient(name, leaf.grad)
+            reports.to(name, leaf.grad)
             leaf.grad = None
 
         return hook

@@ -230,7 +230,7 @@ def _backward(
         add(unit.prefix + name, found)
 
     layer, tensors = anatomy.layers[index], _tensors(anatomy, index)
-    return calls.backward(layer, tensors, trained, tape, index, hidden, gradient, report)
+    return calls.Graph(layer, tensors, trained, tape, index, hidden).backward(gradient, report)
 
 
 def _tensors(anatomy: Anatomy, index: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from megatrain.plan.needs import Needs, Subject, needs_of, on_cpu
 # What saves memory, most harmless first.
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("resident_layers", 0),
+    ("kept_graphs", 0),
     ("loss_chunk_tokens", 128),
     ("micro_batch_size", 1),
     ("grad_buffers", 1),
@@ -76,7 +77,12 @@ def advice(
     subject: Subject, config: EngineConfig, machine: Machine | None, needs: Needs, of: Callable[[Needs], int]
 ) -> Advice:
     """Try every change, alone and together; what the configuration left to "auto" stays as it was settled."""
-    settled = replace(config, offload_activations=needs.offload, resident_layers=needs.knobs.resident_layers)
+    settled = replace(
+        config,
+        offload_activations=needs.offload,
+        resident_layers=needs.knobs.resident_layers,
+        kept_graphs=needs.kept_graphs,
+    )
 
     def needed(changes: dict[str, Any]) -> int:
         return of(needs_of(subject, replace(settled, **changes), machine))

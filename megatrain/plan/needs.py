@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from megatrain import anatomy as parts
 from megatrain.activations import offloaded_bytes
 from megatrain.anatomy.meta import token_elements
 from megatrain.config import EngineConfig
+from megatrain.fitting import Choice, Fitting
 from megatrain.host import role_bytes
 from megatrain.layout import Layout
 from megatrain.machine import Machine
-from megatrain.memory import StepSize, device_bytes, must_offload, resident_layers_that_fit
+from megatrain.memory import StepSize
 from megatrain.shapes import host_shape, layouts_of
 from megatrain.steering import Knobs
-from megatrain.workspace import Workspace, workspace
+from megatrain.workspace import Workspace
 
 OFFLOADED = "offloaded layer inputs"
 WORKSPACE = "workspace (estimate)"
@@ -71,12 +72,23 @@ class Subject:
 class Needs:
     """Bytes by name and tier for one configuration, with "auto" settled."""
 
-    knobs: Knobs
-    offload: bool
+    choice: Choice
     size: StepSize
     host: dict[str, int]
     device: dict[str, int]
     workspace: Workspace
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.choice.knobs
+
+    @property
+    def offload(self) -> bool:
+        return self.choice.offload
+
+    @property
+    def kept_graphs(self) -> int:
+        return self.choice.kept_graphs
 
     @property
     def host_bytes(self) -> int:
@@ -96,12 +108,14 @@ def needs_of(subject: Subject, config: EngineConfig, machine: Machine | None) ->
     """Add up a run. `machine` decides only what "auto" means, and whether the device is host memory."""
     size = _step_size(subject, config)
     host = role_bytes(subject.layouts, subject.shell, host_shape(config))
-    knobs, offload = _settled(subject, config, size, _budget(config, machine, host), machine)
-    held = device_bytes(subject.layouts, subject.shell, knobs, size, offload=offload)
+    fitting = Fitting(subject.layouts, subject.shell, subject.widths, config, on_cpu(config, machine))
+    resident = 0 if config.resident_layers == "auto" else config.resident_layers
+    knobs = Knobs(config.prefetch_depth, config.grad_buffers, resident)
+    choice = fitting.choose(knobs, size, _budget(config, machine, host))
+    held, extra = fitting.held(choice, size), fitting.kernels(size, offload=choice.offload)
     device = {term.name.replace("_", " "): getattr(held, term.name) for term in fields(held)}
-    extra = _workspace(subject, config, size, offload=offload)
-    kept = offloaded_bytes(len(subject.layouts), size.micro_batches, size.micro_batch_bytes) if offload else 0
-    return Needs(knobs, offload, size, host | {OFFLOADED: kept}, device | {WORKSPACE: extra.total}, extra)
+    inputs = offloaded_bytes(len(subject.layouts), size.micro_batches, size.micro_batch_bytes) if choice.offload else 0
+    return Needs(choice, size, host | {OFFLOADED: inputs}, device | {WORKSPACE: extra.total}, extra)
 
 
 def on_cpu(config: EngineConfig, machine: Machine | None) -> bool:
@@ -118,18 +132,6 @@ def _step_size(subject: Subject, config: EngineConfig) -> StepSize:
     return StepSize.of(subject.batch, subject.sequence, config.micro_batch_size, token_bytes)
 
 
-def _workspace(subject: Subject, config: EngineConfig, size: StepSize, *, offload: bool) -> Workspace:
-    return workspace(
-        subject.widths,
-        subject.layouts,
-        subject.shell,
-        size,
-        itemsize=_itemsize(config),
-        chunk_tokens=config.loss_chunk_tokens,
-        offload=offload,
-    )
-
-
 def _budget(config: EngineConfig, machine: Machine | None, host: dict[str, int]) -> int | None:
     """What the engine will take for free on the device; None = nobody says."""
     if config.device_memory_bytes is not None or machine is None:
@@ -137,26 +139,3 @@ def _budget(config: EngineConfig, machine: Machine | None, host: dict[str, int])
     if on_cpu(config, machine):
         return machine.host_available_bytes - sum(host.values())
     return machine.device_free_bytes
-
-
-def _settled(
-    subject: Subject, config: EngineConfig, size: StepSize, budget: int | None, machine: Machine | None
-) -> tuple[Knobs, bool]:
-    """The knobs, and whether saved inputs are offloaded, as the engine settles them in its first step."""
-    cpu = on_cpu(config, machine)
-
-    def spare(offload: bool) -> int:
-        """On a CPU kernels do not work in the arena."""
-        assert budget is not None
-        return budget if cpu else budget - _workspace(subject, config, size, offload=offload).total
-
-    resident, offload = config.resident_layers, config.offload_activations
-    knobs = Knobs(config.prefetch_depth, config.grad_buffers, 0 if resident == "auto" else resident)
-    layouts, shell = subject.layouts, subject.shell
-    if offload == "auto":
-        offload = budget is not None and must_offload(layouts, shell, knobs, size, spare(False))
-    fills = budget is not None and not (cpu and config.device_memory_bytes is None)
-    if resident == "auto" and fills:
-        count = resident_layers_that_fit(layouts, shell, knobs, size, spare(offload), offload=offload)
-        knobs = replace(knobs, resident_layers=count)
-    return knobs, offload

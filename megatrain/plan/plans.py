@@ -131,7 +131,8 @@ def _heading(plan: Plan) -> list[str]:
         f"trained, {_count(subject.active_parameters)} active for a token; {len(subject.layouts)} layers",
         f"{plan.config.dtype}, {subject.batch} × {subject.sequence:,} = {needs.size.tokens:,} tokens a step, "
         f"micro-batches: {needs.size.micro_batches}, prefetch depth: {needs.knobs.prefetch_depth}, resident layers: "
-        f"{needs.knobs.resident_layers}, saved inputs: {'offloaded' if needs.offload else 'kept on the device'}",
+        f"{needs.knobs.resident_layers}, kept graphs: {needs.kept_graphs}, "
+        f"saved inputs: {'offloaded' if needs.offload else 'kept on the device'}",
         f"machine: {plan.machine}" if plan.machine else "machine: none given",
     ]
 

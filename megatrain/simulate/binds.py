@@ -7,6 +7,7 @@ after an update: a wait says what was late last, not what to make faster.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatrain.plan import planned
 from megatrain.simulate.play import play
@@ -36,7 +37,9 @@ def bounds(simulated: Simulated) -> Bounds:
     """Simulate a plan with each resource twice as fast, and with twice the micro-batches of the same size."""
     plan, rates = simulated.plan, simulated.rates
     rows = plan.needs.size.micro_batch_tokens // plan.needs.size.sequence
-    config = replace(plan.config, micro_batch_size=rows, resident_layers=plan.needs.knobs.resident_layers)
+    needs = plan.needs
+    as_planned: dict[str, Any] = {"resident_layers": needs.knobs.resident_layers, "kept_graphs": needs.kept_graphs}
+    config = replace(plan.config, micro_batch_size=rows, **as_planned)
     twice = planned(replace(plan.subject, batch=2 * plan.subject.batch), config, plan.machine)
     return Bounds(
         simulated.step_s,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.config import EngineConfig
-from megatrain.plan import Plan, planned
+from megatrain.plan import Needs, Plan, planned
 from megatrain.simulate.play import STEPS, play
 from megatrain.simulate.run import Simulated
 
@@ -15,6 +15,7 @@ NAMES = {
     "prefetch_depth": "prefetch depth",
     "grad_buffers": "gradient buffers",
     "resident_layers": "resident layers",
+    "kept_graphs": "kept graphs",
     "micro_batch_size": "micro-batch size",
 }
 
@@ -54,23 +55,30 @@ def _settled(plan: Plan) -> dict[str, Any]:
         "prefetch_depth": knobs.prefetch_depth,
         "grad_buffers": knobs.grad_buffers,
         "resident_layers": knobs.resident_layers,
+        "kept_graphs": plan.needs.kept_graphs,
         "micro_batch_size": size.micro_batch_tokens // size.sequence,
     }
 
 
 def _values(plan: Plan, settled: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    most = planned(plan.subject, replace(plan.config, resident_layers="auto"), plan.machine).needs.knobs.resident_layers
     rows = settled["micro_batch_size"]
     tried: dict[str, set[int]] = {
         "prefetch_depth": {0, 1, 2},
         "grad_buffers": {1, 2, 3},
-        "resident_layers": {0, most},
+        "resident_layers": {0, _filled(plan, settled, "resident_layers").knobs.resident_layers},
+        "kept_graphs": {0, _filled(plan, settled, "kept_graphs").kept_graphs},
         "micro_batch_size": {rows // 2, 2 * rows, 4 * rows},
     }
     for knob, values in tried.items():
         for value in sorted(values | {settled[knob]}):
             if knob != "micro_batch_size" or 1 <= value <= plan.subject.batch:
                 yield knob, value
+
+
+def _filled(plan: Plan, settled: dict[str, Any], name: str) -> Needs:
+    """With as many of a kind as fit, the other knobs as planned."""
+    config = replace(plan.config, **{**settled, name: "auto"})
+    return planned(plan.subject, config, plan.machine).needs
 
 
 def _as_planned(simulated: Simulated, knob: str, value: int) -> Setting:

@@ -103,5 +103,6 @@ def _shape(plan: Plan) -> StepShape:
         micro_batches=plan.needs.size.micro_batches,
         offload=plan.needs.offload,
         backward_from=backward_from(layouts, shell),
+        kept_graphs=plan.needs.kept_graphs,
         shell_backward=bool(shell.trained),
     )

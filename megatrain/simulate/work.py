@@ -13,8 +13,6 @@ from megatrain.schedule import SHELL, Kind, Op
 from megatrain.trace import causal_area
 from megatrain.update import bytes_touched
 
-PASSES_OF_BACKWARD = 2  # over a layer's weights: once to recompute, once for the gradients
-
 
 @dataclass(frozen=True)
 class Work:
@@ -39,7 +37,7 @@ class Works:
     def of(self, op: Op) -> Work:
         if op.kind is Kind.LOAD and op.layer is not SHELL:
             return self._load(op)
-        return self._cached(op.kind, op.layer, self._tokens(op.micro_batch))
+        return self._cached(op.kind, op.layer, self._tokens(op.micro_batch), op.graph)
 
     def _load(self, op: Op) -> Work:
         """Frozen weights that are still there are not loaded again."""
@@ -58,7 +56,9 @@ class Works:
     def _layout(self, layer: int | None) -> Layout:
         return self._subject.shell if layer is SHELL else self._subject.layouts[layer]
 
-    def _work(self, kind: Kind, layer: int | None, tokens: int) -> Work:
+    def _work(self, kind: Kind, layer: int | None, tokens: int, graph: bool) -> Work:
+        if kind is Kind.BACKWARD and graph:
+            return self._backward_alone(layer, tokens)
         known: dict[Kind, Callable[[int | None, int], Work]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._shell_backward if layer is SHELL else self._backward,
@@ -87,13 +87,16 @@ class Works:
         return Work(flops=flops, device_bytes=self._layout(layer).nbytes)
 
     def _backward(self, layer: int | None, tokens: int) -> Work:
-        """Recompute, then a product for the input's gradient and one for the weights' where they are trained."""
+        """Recompute, then backward."""
+        forward, alone = self._forward(layer, tokens), self._backward_alone(layer, tokens)
+        return Work(flops=forward.flops + alone.flops, device_bytes=forward.device_bytes + alone.device_bytes)
+
+    def _backward_alone(self, layer: int | None, tokens: int) -> Work:
+        """A product for the input's gradient and one for the weights' where they are trained."""
         assert layer is not None
-        forward, products = self._forward(layer, tokens), self._arithmetic.layers[layer]
-        flops = forward.flops + 2.0 * (2 * products.active - products.frozen) * tokens
-        layout = self._layout(layer)
-        moved = PASSES_OF_BACKWARD * layout.nbytes + self._sums(layout, self._size.micro_batches)
-        return Work(flops=flops + 2 * self._attention(layer, tokens), device_bytes=moved)
+        products, layout = self._arithmetic.layers[layer], self._layout(layer)
+        flops = 2.0 * (2 * products.active - products.frozen) * tokens + 2 * self._attention(layer, tokens)
+        return Work(flops=flops, device_bytes=layout.nbytes + self._sums(layout, self._size.micro_batches))
 
     def _head(self, layer: int | None, tokens: int) -> Work:
         arithmetic = self._arithmetic
