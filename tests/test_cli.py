@@ -127,7 +127,7 @@ def test_a_timeline_that_cannot_be_written_is_no_wrong_use(tmp_path: Path) -> No
         (["--resident", "3"], "resident layers: 3"),
         (["--resident", "auto"], "resident layers: 32"),
         (["--kept-graphs", "3"], "kept graphs: 3"),
-        (["--kept-graphs", "auto"], "kept graphs: 32"),
+        (["--kept-graphs", "auto", "--batch", "2"], "kept graphs: 32"),
         (["--offload"], "saved inputs: offloaded"),
         (["--no-offload"], "saved inputs: kept"),
         (["--dtype", "float32"], "float32, 8 × 2,048"),
