@@ -87,6 +87,10 @@ class EngineConfig:
         are not computed again; "auto" fills the device memory that is left, before resident layers do.
     offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
     loss_chunk_tokens: tokens whose logits exist at one time.
+    tile_tokens: tokens whose activations within an MLP exist at one time, forward and backward; None = a micro-batch's.
+        For long sequences. Matrix products of other row counts and sums over tiles may round in another way.
+    compile: run layers through torch.compile, one compiled function for all of equal structure. Their rounding is the
+        compiler's. What it cannot compile runs as it is, with a warning.
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
@@ -104,6 +108,8 @@ class EngineConfig:
     kept_graphs: int | Auto = 0
     offload_activations: bool | Auto = "auto"
     loss_chunk_tokens: int = 1024
+    tile_tokens: int | None = None
+    compile: bool = False
     optimizer_overlap: OptimizerOverlap = "forward"
     moments_dtype: Dtype = "float32"
     keep_reference: bool = False
@@ -134,6 +140,12 @@ class EngineConfig:
             "loss_chunk_tokens must be a whole number ≥ 1",
             self.loss_chunk_tokens,
         )
+        _require(
+            self.tile_tokens is None or (_is_int(self.tile_tokens) and self.tile_tokens >= 1),
+            "tile_tokens must be a whole number ≥ 1, or None for a micro-batch's",
+            self.tile_tokens,
+        )
+        _require(isinstance(self.compile, bool), "compile must be True or False", self.compile)
         _require(
             self.optimizer_overlap in get_args(OptimizerOverlap),
             f"optimizer_overlap must be one of {get_args(OptimizerOverlap)}",

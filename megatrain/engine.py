@@ -154,6 +154,7 @@ class StreamingEngine:
             self.recorder,
             self.config.loss_chunk_tokens,
             self.config.throttle,
+            parts.CompiledLayers(self._anatomy.layers) if self.config.compile else None,
         )
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
@@ -172,6 +173,8 @@ class StreamingEngine:
         native_available()  # compile now rather than in the middle of the first step
         self._anatomy = parts.Anatomy(model)
         parts.check(self._anatomy)
+        if self.config.tile_tokens is not None:
+            parts.check_tiles(self._anatomy)
         self._arithmetic = parts.arithmetic(model, self._anatomy.stack)
         self._widths = parts.widths(model, self._anatomy.units)
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
@@ -193,6 +196,8 @@ class StreamingEngine:
             if host.reference is not None:
                 host.reference.copy_(host.weights)
             host.weight_norm = weight_norm(host)
+        if self.config.tile_tokens is not None:
+            parts.tile(self._anatomy.layers, self.config.tile_tokens)
 
     def _units(self) -> Iterator[tuple[parts.Unit, HostLayer]]:
         yield self._anatomy.shell, self._host.shell
@@ -773,6 +778,7 @@ class StreamingEngine:
                 self._executor.wait_all()
         finally:
             self._executor.close()
+            parts.untile(self._anatomy.layers)
             self._anatomy.stubbed.restore()
             self._anatomy.shell.bind(self._shell_layout.views(self._host.shell.weights))
             self.model.to("cpu")
