@@ -13,6 +13,7 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
+Placement = Literal["auto", "none"]
 SinkName = Literal["tensorboard", "wandb"]
 
 
@@ -94,6 +95,9 @@ class EngineConfig:
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
+    placement: "auto" = on a machine of several NUMA nodes host memory lies on the GPU's node, or on all in turn if it
+        does not fit there, and with a GPU and four cores or more the optimizer leaves one to the threads that issue
+        work; "none" = the system decides. No result depends on it.
     keep_reference: keep the first weights on the host, too (2 bytes each in bfloat16), for `StreamingEngine.reference`.
     device_memory_bytes: what the engine may hold on the device; None = what is free.
     throttle: CPU lanes as slow as a stated link or host, to learn from; None = as fast as they are.
@@ -112,6 +116,7 @@ class EngineConfig:
     compile: bool = False
     optimizer_overlap: OptimizerOverlap = "forward"
     moments_dtype: Dtype = "float32"
+    placement: Placement = "auto"
     keep_reference: bool = False
     device_memory_bytes: int | None = None
     throttle: Throttle | None = None
@@ -155,6 +160,9 @@ class EngineConfig:
             self.moments_dtype in get_args(Dtype),
             f"moments_dtype must be one of {get_args(Dtype)}",
             self.moments_dtype,
+        )
+        _require(
+            self.placement in get_args(Placement), f"placement must be one of {get_args(Placement)}", self.placement
         )
         _require(isinstance(self.keep_reference, bool), "keep_reference must be True or False", self.keep_reference)
         _require(

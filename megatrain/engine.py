@@ -31,10 +31,11 @@ from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Checks, Control
 from megatrain.executor import BeforeUpdate, Executor, NonFiniteError, StepState
 from megatrain.fitting import Choice, Fitting
-from megatrain.host import HostLayer, HostStore
+from megatrain.host import HostLayer, HostStore, role_bytes
 from megatrain.lanes import LaneError
 from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
 from megatrain.optim import join, native_available, split
+from megatrain.placement import Placement, placement_for
 from megatrain.report import Inspection
 from megatrain.room import Room
 from megatrain.schedule import Kind, Op, Schedule, StepShape
@@ -128,6 +129,7 @@ class StreamingEngine:
         self._closed = False
         self._step = 0
         self._reference = False  # passes read the frozen weights
+        self._placement = Placement()
         self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
@@ -155,6 +157,7 @@ class StreamingEngine:
             self.config.loss_chunk_tokens,
             self.config.throttle,
             parts.CompiledLayers(self._anatomy.layers) if self.config.compile else None,
+            self._placement.host_cpus,
         )
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
@@ -188,9 +191,11 @@ class StreamingEngine:
 
     def _take_over(self) -> None:
         """Move the model's tensors into host arenas."""
-        self._host = HostStore(
-            self._layouts, self._shell_layout, host_shape(self.config), pin=self._device.type == "cuda"
-        )
+        shape, cuda = host_shape(self.config), self._device.type == "cuda"
+        if self.config.placement == "auto":
+            nbytes = sum(role_bytes(self._layouts, self._shell_layout, shape).values())
+            self._placement = placement_for(nbytes, self._device)
+        self._host = HostStore(self._layouts, self._shell_layout, shape, pin=cuda, touch=self._placement.touch)
         for unit, host in self._units():
             _take_over(unit, host)
             if host.reference is not None:

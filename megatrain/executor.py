@@ -26,6 +26,7 @@ from megatrain.lanes import Done, Label, Lanes, Stream, Work
 from megatrain.layout import Layout
 from megatrain.loss import Head, backward, scores
 from megatrain.memory import gradient_buffer_bytes, slot_bytes, sum_bytes
+from megatrain.placement import bind
 from megatrain.report import Inspection
 from megatrain.scales import Scales, statistics
 from megatrain.schedule import SHELL, Kind, Op, StepShape
@@ -88,6 +89,7 @@ class Executor:
         loss_chunk_tokens: int,
         throttle: Throttle | None = None,
         compiled: parts.CompiledLayers | None = None,
+        host_cpus: frozenset[int] | None = None,
     ) -> None:
         self._anatomy = anatomy
         self._layouts = layouts
@@ -96,6 +98,7 @@ class Executor:
         self._recorder = recorder
         self._loss_chunk_tokens = loss_chunk_tokens
         self._throttle = throttle
+        self._host_cpus = host_cpus
         self._compiled = compiled
         self._layers = anatomy.layers if compiled is None else compiled.modules
         self._start_lanes()
@@ -134,7 +137,8 @@ class Executor:
         }
 
     def _start_lanes(self) -> None:
-        self._lanes = Lanes.on(self._device, self._recorder, self._throttle)
+        starts = {} if self._host_cpus is None else {"host": partial(bind, self._host_cpus)}
+        self._lanes = Lanes.on(self._device, self._recorder, self._throttle, starts)
         # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
         self._finalizer = weakref.finalize(self, self._lanes.close)
 

@@ -45,7 +45,7 @@ def check_tiles(anatomy: Anatomy) -> None:
     if not any(map(token_wise, anatomy.layers)):
         children = ", ".join(child for child, _ in anatomy.layers[0].named_children())
         raise UnsupportedModelError(
-            f"{name} has no token-wise part by a name that is known: {anatomy.stack.name_of(0)} consists of {children}. "
+            f"{name} has no token-wise part by a known name: {anatomy.stack.name_of(0)} consists of {children}. "
             "Leave tile_tokens out"
         )
     with torch.enable_grad(), RandomState(torch.device("cpu")).kept(), anatomy.hollow():

@@ -66,6 +66,7 @@ class Structure:
     compiled_again: int = 0
     _function: Function | None = None
     _told_of_kinds: bool = False
+    _told_of_breaks: bool = False
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the layer gives for these arguments."""
@@ -119,7 +120,7 @@ class Structure:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return _in_short(error)
 
     def _compile(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[torch.Tensor]
@@ -141,9 +142,9 @@ class Structure:
         mode = "with" if torch.is_grad_enabled() else "without"
         log.info("compile: %s %s backward took %.1f s, %d graphs", self.name, mode, seconds, graphs)
         if broken:
-            reasons = "; ".join(f"{reason.splitlines()[0]} ({count})" for reason, count in broken.items())
-            number = sum(broken.values())
-            log.warning("compile: %s is compiled in pieces, with %d graph breaks: %s", self.name, number, reasons)
+            level, self._told_of_breaks = logging.INFO if self._told_of_breaks else logging.WARNING, True
+            reasons = "; ".join(f"{reason.splitlines()[0]} ({count} times)" for reason, count in broken.items())
+            log.log(level, "compile: %s in %d graphs only, because of graph breaks: %s", self.name, graphs, reasons)
 
 
 def _stand_in(layer: nn.Module, structure: Structure) -> nn.Module:
@@ -264,5 +265,8 @@ def _breaks() -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+def _in_short(error: BaseException) -> str:
+    """The first line of what went wrong; torch wraps what a backend raises."""
+    error = getattr(error, "inner_exception", error)
+    first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+    return f"{type(error).__name__}: {first}"

@@ -11,6 +11,7 @@ The gradient of a weight is a sum over tiles, in float32 whatever the weight's d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,8 +46,12 @@ def tile(layers: Sequence[nn.Module], tokens: int) -> None:
     for layer in layers:
         for module in token_wise(layer).values():
             if not isinstance(module, _Tiled):
-                kind = type(module)
-                module.__class__ = type(f"Tiled{kind.__name__}", (_Tiled, kind), {"tile_tokens": tokens, "whole": kind})
+                module.__class__ = _tiled_class(type(module), tokens)  # type: ignore[arg-type]
+
+
+@functools.cache  # layers of one structure keep one: torch.compile goes by classes
+def _tiled_class(kind: type[nn.Module], tokens: int) -> type[nn.Module]:
+    return type(f"Tiled{kind.__name__}", (_Tiled, kind), {"tile_tokens": tokens, "whole": kind})
 
 
 def untile(layers: Sequence[nn.Module]) -> None:
@@ -144,15 +149,16 @@ class _Tiles(torch.autograd.Function):
 
 def _leaf(name: str, tensor: torch.Tensor, sums: Tensors) -> torch.Tensor:
     """`tensor` for the tiles to compute with; where it is trained, what arrives at it is added to `sums`."""
-    leaf: Any = tensor.detach()
+    leaf = tensor.detach()
     if tensor.requires_grad:
+        trained: Any = leaf.requires_grad_()
 
         def add(found: torch.Tensor) -> None:
             assert found.grad is not None
             sums[name] = sums[name].add_(found.grad) if name in sums else _wide(found.grad)
             found.grad = None
 
-        leaf.requires_grad_().register_post_accumulate_grad_hook(add)
+        trained.register_post_accumulate_grad_hook(add)
     return leaf
 
 
