@@ -58,6 +58,7 @@ class Settings:
         levers: dict[str, dict[str, Any]] = {
             "tile_tokens": {"tile_tokens": self.tile_tokens},
             "compile": {"compile": True},
+            "kept_graphs": {"kept_graphs": self.shape.layers},
         }
         chosen = {name: fields for name, fields in levers.items() if not self.only or name in self.only}
         together = {name: value for fields in chosen.values() for name, value in fields.items()}

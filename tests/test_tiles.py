@@ -68,6 +68,14 @@ def test_what_tiles_give_is_left_out_of_a_recompute_and_no_bit_changes(monkeypat
     require_same(found, outcome(build("llama"), batches, ADAMW, tile_tokens=48))
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_kept_graphs_find_their_weights_where_they_lie_by_then(depth: int) -> None:
+    batches = batches_for(build("llama"))
+    options: dict[str, Any] = {"tile_tokens": TILE, "prefetch_depth": depth, "micro_batch_size": 2}
+    expected = outcome(build("llama"), batches, ADAMW, **options)
+    require_same(outcome(build("llama"), batches, ADAMW, kept_graphs=99, **options), expected)
+
+
 def test_frozen_parts_get_no_gradient() -> None:
     def model() -> Any:
         made = build("llama")

@@ -2,9 +2,10 @@
 
 Note: why this is not torch.utils.checkpoint
     A tile is computed again while the layer's backward runs. By then `functional_call` has put the layer's own tensors
-    back in place of the streamed ones, so a tile must bring its weights along. And `tail` asks what backward needs:
-    the input of the tiles, which is therefore saved before they are computed; what the tiles give is then left out of
-    a recompute like any other product that nobody reads.
+    back in place of the streamed ones, so a tile must bring its weights along, saved as autograd saves them, since
+    they may lie in another slot by then (`saved`). And `tail` asks what backward needs: the input of the tiles, which
+    is therefore saved before they are computed; what the tiles give is then left out of a recompute like any other
+    product that nobody reads.
 
 The gradient of a weight is a sum over tiles, in float32 whatever the weight's dtype, and rounded once.
 """
@@ -91,7 +92,8 @@ class _Tiled(nn.Module):
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         if torch.is_grad_enabled() and hidden.requires_grad:
             names = list(tensors)
-            kept = _Keep.apply(tokens)  # type: ignore[no-untyped-call]
+            values = [tensor.detach() for tensor in tensors.values()]
+            kept = _Keep.apply(tokens, *values)  # type: ignore[no-untyped-call]
             output = _Tiles.apply(  # type: ignore[no-untyped-call]
                 self._one, self.tile_tokens, names, kept, *tensors.values()
             )
@@ -113,16 +115,16 @@ def _over_tiles(run: Run, tile_tokens: int, tensors: Tensors, tokens: torch.Tens
 
 
 class _Keep(torch.autograd.Function):
-    """The identity; autograd saves its input now."""
+    """Gives the tokens on; autograd saves them, and the weights, now."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tokens)
+    def forward(ctx: Any, tokens: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, *tensors)
         return tokens.view_as(tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (gradient,) + (None,) * (len(ctx.needs_input_grad) - 1)
 
 
 class _Tiles(torch.autograd.Function):
@@ -132,33 +134,34 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, tile_tokens: int, names: list[str], kept: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        ctx.run, ctx.tile_tokens, ctx.kept_by = run, tile_tokens, kept.grad_fn
-        ctx.tensors = dict(zip(names, tensors, strict=True))
-        return _over_tiles(run, tile_tokens, ctx.tensors, kept)
+        ctx.run, ctx.tile_tokens, ctx.names, ctx.kept_by = run, tile_tokens, names, kept.grad_fn
+        return _over_tiles(run, tile_tokens, dict(zip(names, tensors, strict=True)), kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (tokens,) = ctx.kept_by.saved_tensors
+        tokens, *tensors = ctx.kept_by.saved_tensors  # the weights as they lie now: a kept graph's may have moved
         sums: Tensors = {}
-        leaves = {name: _leaf(name, tensor, sums) for name, tensor in ctx.tensors.items()}
+        trained = ctx.needs_input_grad[-len(tensors) :]
+        named = zip(ctx.names, tensors, trained, strict=True)
+        leaves = {name: _leaf(name, tensor, sums, trained=train) for name, tensor, train in named}
         pairs = zip(torch.split(tokens, ctx.tile_tokens), torch.split(gradient, ctx.tile_tokens), strict=True)
         back = torch.cat([_send_back(ctx.run, leaves, part, its) for part, its in pairs])
         found = (sums.pop(name).to(leaf.dtype) if name in sums else None for name, leaf in leaves.items())
         return (None, None, None, back, *found)
 
 
-def _leaf(name: str, tensor: torch.Tensor, sums: Tensors) -> torch.Tensor:
+def _leaf(name: str, tensor: torch.Tensor, sums: Tensors, *, trained: bool) -> torch.Tensor:
     """`tensor` for the tiles to compute with; where it is trained, what arrives at it is added to `sums`."""
     leaf = tensor.detach()
-    if tensor.requires_grad:
-        trained: Any = leaf.requires_grad_()
+    if trained:
+        hooked: Any = leaf.requires_grad_()
 
         def add(found: torch.Tensor) -> None:
             assert found.grad is not None
             sums[name] = sums[name].add_(found.grad) if name in sums else _wide(found.grad)
             found.grad = None
 
-        trained.register_post_accumulate_grad_hook(add)
+        hooked.register_post_accumulate_grad_hook(add)
     return leaf
 
 
