@@ -13,6 +13,7 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
+Placement = Literal["auto", "none"]
 SinkName = Literal["tensorboard", "wandb"]
 
 
@@ -87,9 +88,16 @@ class EngineConfig:
         are not computed again; "auto" fills the device memory that is left, before resident layers do.
     offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
     loss_chunk_tokens: tokens whose logits exist at one time.
+    tile_tokens: tokens whose activations within an MLP exist at one time, forward and backward; None = a micro-batch's.
+        For long sequences. Matrix products of other row counts and sums over tiles may round in another way.
+    compile: run layers through torch.compile, one compiled function for all of equal structure. Their rounding is the
+        compiler's. What it cannot compile runs as it is, with a warning.
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
+    placement: "auto" = on a machine of several NUMA nodes host memory lies on the GPU's node, or on all in turn if it
+        does not fit there, and with a GPU and four cores or more the optimizer leaves one to the threads that issue
+        work; "none" = the system decides. No result depends on it.
     keep_reference: keep the first weights on the host, too (2 bytes each in bfloat16), for `StreamingEngine.reference`.
     device_memory_bytes: what the engine may hold on the device; None = what is free.
     throttle: CPU lanes as slow as a stated link or host, to learn from; None = as fast as they are.
@@ -104,8 +112,11 @@ class EngineConfig:
     kept_graphs: int | Auto = 0
     offload_activations: bool | Auto = "auto"
     loss_chunk_tokens: int = 1024
+    tile_tokens: int | None = None
+    compile: bool = False
     optimizer_overlap: OptimizerOverlap = "forward"
     moments_dtype: Dtype = "float32"
+    placement: Placement = "auto"
     keep_reference: bool = False
     device_memory_bytes: int | None = None
     throttle: Throttle | None = None
@@ -135,6 +146,12 @@ class EngineConfig:
             self.loss_chunk_tokens,
         )
         _require(
+            self.tile_tokens is None or (_is_int(self.tile_tokens) and self.tile_tokens >= 1),
+            "tile_tokens must be a whole number ≥ 1, or None for a micro-batch's",
+            self.tile_tokens,
+        )
+        _require(isinstance(self.compile, bool), "compile must be True or False", self.compile)
+        _require(
             self.optimizer_overlap in get_args(OptimizerOverlap),
             f"optimizer_overlap must be one of {get_args(OptimizerOverlap)}",
             self.optimizer_overlap,
@@ -143,6 +160,9 @@ class EngineConfig:
             self.moments_dtype in get_args(Dtype),
             f"moments_dtype must be one of {get_args(Dtype)}",
             self.moments_dtype,
+        )
+        _require(
+            self.placement in get_args(Placement), f"placement must be one of {get_args(Placement)}", self.placement
         )
         _require(isinstance(self.keep_reference, bool), "keep_reference must be True or False", self.keep_reference)
         _require(

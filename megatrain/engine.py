@@ -31,10 +31,11 @@ from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.control import Checks, Control
 from megatrain.executor import BeforeUpdate, Executor, NonFiniteError, StepState
 from megatrain.fitting import Choice, Fitting
-from megatrain.host import HostLayer, HostStore
+from megatrain.host import HostLayer, HostStore, role_bytes
 from megatrain.lanes import LaneError
 from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
 from megatrain.optim import join, native_available, split
+from megatrain.placement import Placement, placement_for
 from megatrain.report import Inspection
 from megatrain.room import Room
 from megatrain.schedule import Kind, Op, Schedule, StepShape
@@ -128,6 +129,7 @@ class StreamingEngine:
         self._closed = False
         self._step = 0
         self._reference = False  # passes read the frozen weights
+        self._placement = Placement()
         self._rows = self.config.micro_batch_size  # sequences per layer visit in the last step
         self._offloaded: OffloadedInputs | None = None
         resident = 0 if self.config.resident_layers == "auto" else self.config.resident_layers
@@ -154,6 +156,8 @@ class StreamingEngine:
             self.recorder,
             self.config.loss_chunk_tokens,
             self.config.throttle,
+            parts.CompiledLayers(self._anatomy.layers) if self.config.compile else None,
+            self._placement.host_cpus,
         )
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
@@ -172,6 +176,8 @@ class StreamingEngine:
         native_available()  # compile now rather than in the middle of the first step
         self._anatomy = parts.Anatomy(model)
         parts.check(self._anatomy)
+        if self.config.tile_tokens is not None:
+            parts.check_tiles(self._anatomy)
         self._arithmetic = parts.arithmetic(model, self._anatomy.stack)
         self._widths = parts.widths(model, self._anatomy.units)
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))
@@ -185,14 +191,18 @@ class StreamingEngine:
 
     def _take_over(self) -> None:
         """Move the model's tensors into host arenas."""
-        self._host = HostStore(
-            self._layouts, self._shell_layout, host_shape(self.config), pin=self._device.type == "cuda"
-        )
+        shape, cuda = host_shape(self.config), self._device.type == "cuda"
+        if self.config.placement == "auto":
+            nbytes = sum(role_bytes(self._layouts, self._shell_layout, shape).values())
+            self._placement = placement_for(nbytes, self._device)
+        self._host = HostStore(self._layouts, self._shell_layout, shape, pin=cuda, touch=self._placement.touch)
         for unit, host in self._units():
             _take_over(unit, host)
             if host.reference is not None:
                 host.reference.copy_(host.weights)
             host.weight_norm = weight_norm(host)
+        if self.config.tile_tokens is not None:
+            parts.tile(self._anatomy.layers, self.config.tile_tokens)
 
     def _units(self) -> Iterator[tuple[parts.Unit, HostLayer]]:
         yield self._anatomy.shell, self._host.shell
@@ -773,6 +783,7 @@ class StreamingEngine:
                 self._executor.wait_all()
         finally:
             self._executor.close()
+            parts.untile(self._anatomy.layers)
             self._anatomy.stubbed.restore()
             self._anatomy.shell.bind(self._shell_layout.views(self._host.shell.weights))
             self.model.to("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from megatrain.lanes import Done, Label, Lanes, Stream, Work
 from megatrain.layout import Layout
 from megatrain.loss import Head, backward, scores
 from megatrain.memory import gradient_buffer_bytes, slot_bytes, sum_bytes
+from megatrain.placement import bind
 from megatrain.report import Inspection
 from megatrain.scales import Scales, statistics
 from megatrain.schedule import SHELL, Kind, Op, StepShape
@@ -87,6 +88,8 @@ class Executor:
         recorder: Recorder,
         loss_chunk_tokens: int,
         throttle: Throttle | None = None,
+        compiled: parts.CompiledLayers | None = None,
+        host_cpus: frozenset[int] | None = None,
     ) -> None:
         self._anatomy = anatomy
         self._layouts = layouts
@@ -95,6 +98,9 @@ class Executor:
         self._recorder = recorder
         self._loss_chunk_tokens = loss_chunk_tokens
         self._throttle = throttle
+        self._host_cpus = host_cpus
+        self._compiled = compiled
+        self._layers = anatomy.layers if compiled is None else compiled.modules
         self._start_lanes()
         self._dones: dict[int, Done] = {}
         self.before_update: BeforeUpdate = lambda layer, step: None
@@ -131,7 +137,8 @@ class Executor:
         }
 
     def _start_lanes(self) -> None:
-        self._lanes = Lanes.on(self._device, self._recorder, self._throttle)
+        starts = {} if self._host_cpus is None else {"host": partial(bind, self._host_cpus)}
+        self._lanes = Lanes.on(self._device, self._recorder, self._throttle, starts)
         # Also when the interpreter ends first: a thread that is then stopped inside torch takes the process down.
         self._finalizer = weakref.finalize(self, self._lanes.close)
 
@@ -331,7 +338,7 @@ class Executor:
     ) -> torch.Tensor:
         if self._anatomy.model.training:
             state.random_states[(layer, mb)] = self._random.get()
-        return parts.forward(self._anatomy.layers[layer], self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+        return parts.forward(self._layers[layer], self._tensors(layer, slot), state.tapes[mb], layer, hidden)
 
     def _forward_with_graph(
         self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
@@ -354,7 +361,7 @@ class Executor:
         hidden: torch.Tensor,
         within: AbstractContextManager[None],
     ) -> parts.Graph:
-        module, tensors = self._anatomy.layers[layer], self._tensors(layer, slot)
+        module, tensors = self._layers[layer], self._tensors(layer, slot)
         return parts.Graph(module, tensors, self._trained[layer], state.tapes[mb], layer, hidden, within)
 
     def _tensors(self, layer: int, slot: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -467,7 +474,7 @@ class Executor:
         for _ in range(2):
             self._rewind(state, layer, mb)
             try:
-                return self._graph(state, layer, mb, slot, hidden, self._tails[layer].recompute())
+                return self._graph(state, layer, mb, slot, hidden, self._tail(layer))
             except parts.DifferentError:  # the tail is off from now on
                 continue
         raise AssertionError("a layer without a tail is computed whole")
@@ -477,6 +484,11 @@ class Executor:
         went = graph.backward(came, _unexpected if total is None else total.add)
         self._inspect(layer, "backward", came, went)
         self._keep_output_gradient(state, mb, went)
+
+    def _tail(self, layer: int) -> AbstractContextManager[None]:
+        """Nothing is left out where the layer is compiled: a tail watches single operations."""
+        compiled = self._compiled is not None and self._compiled.works(layer)
+        return nullcontext() if compiled else self._tails[layer].recompute()
 
     def _rewind(self, state: StepState, layer: int, mb: int) -> None:
         """Random draws of a recompute are those of the forward that it repeats."""

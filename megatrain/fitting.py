@@ -59,6 +59,8 @@ class Fitting:
             itemsize=self._itemsize,
             chunk_tokens=self.config.loss_chunk_tokens,
             offload=offload,
+            tile_tokens=self.config.tile_tokens,
+            compiled=self.config.compile,
         )
 
     def graph_bytes(self, size: StepSize) -> int:

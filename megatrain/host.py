@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +20,16 @@ from megatrain.layout import Layout, align
 SLAB_BYTES = 4 << 30  # registered at a time; a driver may refuse a mapping of a terabyte at once
 
 
+Touch = Callable[[torch.Tensor], None]
+
+
 class Arena:
     """Zeroed host memory of a known size, handed out in aligned pieces.
 
-    pin: register it with CUDA for asynchronous copies.
+    pin: register it with CUDA for asynchronous copies. touch: what first writes to it, before it is registered.
     """
 
-    def __init__(self, role: str, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, role: str, nbytes: int, *, pin: bool, touch: Touch | None = None) -> None:
         self.role = role
         self.nbytes = nbytes
         self._taken = 0
@@ -39,6 +42,8 @@ class Arena:
                 with suppress(OSError):  # a kernel built without them says EINVAL
                     mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in AdamW and copies
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        if touch is not None:
+            touch(self._bytes)
         if pin:
             self._register()
 
@@ -135,10 +140,12 @@ def role_bytes(layouts: Sequence[Layout], shell: Layout, shape: HostShape) -> di
 class HostStore:
     """All host state of a model: the shell's and every layer's."""
 
-    def __init__(self, layouts: Sequence[Layout], shell: Layout, shape: HostShape, *, pin: bool) -> None:
+    def __init__(
+        self, layouts: Sequence[Layout], shell: Layout, shape: HostShape, *, pin: bool, touch: Touch | None = None
+    ) -> None:
         streamed = ("weights", "reference weights", "gradients")
         self.arenas = {
-            role: Arena(role, nbytes, pin=pin and role in streamed)
+            role: Arena(role, nbytes, pin=pin and role in streamed, touch=touch)
             for role, nbytes in role_bytes(layouts, shell, shape).items()
         }
         self._shape = shape

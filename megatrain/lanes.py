@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +29,8 @@ import torch
 
 from megatrain.config import Throttle
 from megatrain.trace import Recorder, Span
+
+Starts = Mapping[str, Callable[[], None]]
 
 LANES = ("h2d", "compute", "d2h", "host")
 
@@ -227,8 +229,11 @@ class _Item:
 class Lane:
     """Runs work in order on one stream and records a span for each piece."""
 
-    def __init__(self, name: str, stream: Stream, recorder: Recorder) -> None:
+    def __init__(
+        self, name: str, stream: Stream, recorder: Recorder, on_start: Callable[[], None] | None = None
+    ) -> None:
         self.name = name
+        self._on_start = on_start
         self.stream = stream
         self._recorder = recorder
         self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
@@ -295,6 +300,8 @@ class Lane:
 
     def _run(self) -> None:
         try:
+            if self._on_start is not None:
+                self._on_start()
             while (item := self._items.get()) is not None:
                 if not self._execute(item):
                     return
@@ -342,24 +349,31 @@ class Lane:
 class Lanes:
     """The four lanes of an engine: weights in, compute, gradients out, and the optimizer on the host."""
 
-    def __init__(self, streams: dict[str, Stream], recorder: Recorder) -> None:
-        self._lanes = {name: Lane(name, streams[name], recorder) for name in LANES}
+    def __init__(self, streams: dict[str, Stream], recorder: Recorder, starts: Starts | None = None) -> None:
+        starts = starts or {}
+        self._lanes = {name: Lane(name, streams[name], recorder, starts.get(name)) for name in LANES}
 
     @classmethod
-    def on(cls, device: torch.device, recorder: Recorder, throttle: Throttle | None = None) -> Lanes:
+    def on(
+        cls,
+        device: torch.device,
+        recorder: Recorder,
+        throttle: Throttle | None = None,
+        starts: Starts | None = None,
+    ) -> Lanes:
         """Lanes for a torch device: CUDA streams for "cuda", else threads that copy and compute.
 
-        throttle: of CPU lanes; ValueError with a CUDA device.
+        throttle: of CPU lanes; ValueError with a CUDA device. starts: what a lane's thread does first, by lane.
         """
         cpu = CpuStream(recorder.now)
         if device.type != "cuda":
-            return cls(_cpu_streams(recorder.now, throttle or Throttle()), recorder)
+            return cls(_cpu_streams(recorder.now, throttle or Throttle()), recorder, starts)
         if throttle is not None:
             raise ValueError('throttle slows the lanes of a CPU only; set device="cpu", or leave it out')
         clock = CudaClock(recorder.now, torch.cuda)
         # Three streams, so that weights arrive (h2d) and gradients leave (d2h) while a layer computes.
         streams: dict[str, Stream] = {name: CudaStream(clock) for name in ("h2d", "compute", "d2h")}
-        return cls(streams | {"host": cpu}, recorder)
+        return cls(streams | {"host": cpu}, recorder, starts)
 
     def __getitem__(self, name: str) -> Lane:
         return self._lanes[name]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.anatomy import Widths
+from megatrain.anatomy import Widths, is_tileable
 from megatrain.layout import Layout
 from megatrain.memory import StepSize
 
@@ -29,7 +29,7 @@ class Workspace:
     first_input: int  # layer 0's input, which the shell's graph keeps also when saved inputs are offloaded
     recompute: int  # what autograd saves of one layer for one micro-batch
     scores: int  # of attention that is not fused
-    layer_gradient: int  # the largest one, on its way from autograd to the gradient buffer
+    layer_gradient: int  # what is on its way from autograd to the gradient buffer at one time: the largest one
     loss_chunk: int
     head_gradient: int  # with the logits' gradient, from which it is computed
 
@@ -65,23 +65,42 @@ def workspace(
     itemsize: int,
     chunk_tokens: int,
     offload: bool,
+    tile_tokens: int | None = None,
+    compiled: bool = False,
 ) -> Workspace:
     """Estimate a step of this size.
 
-    itemsize: bytes of the compute dtype. chunk_tokens: tokens of a loss chunk.
+    itemsize: bytes of the compute dtype. chunk_tokens: tokens of a loss chunk. tile_tokens: of a tile of a layer's MLP,
+    None = all at once. compiled: layers are; their gradients come all at once.
     """
     logits = min(chunk_tokens, size.micro_batch_tokens) * widths.vocabulary
-    token_bytes = int(PRODUCT_COPIES * widths.products * itemsize) + NORM_BYTES * widths.norms
     scores = 0 if widths.fused else widths.heads * size.micro_batch_tokens * size.sequence
     return Workspace(
         masks=widths.mask_kinds * size.tokens * size.sequence * (1 if widths.fused else itemsize),
         first_input=size.boundary_bytes if offload else 0,
-        recompute=size.micro_batch_tokens * token_bytes,
+        recompute=_recompute(widths, size.micro_batch_tokens, tile_tokens, itemsize),
         scores=SCORE_COPIES * scores * itemsize,
-        layer_gradient=_largest_gradient(layouts),
+        layer_gradient=_gradients_at_once(layouts, tiles=tile_tokens is not None, compiled=compiled),
         loss_chunk=logits * LOGIT_BYTES,
         head_gradient=logits * itemsize + _largest_gradient([shell]),
     )
+
+
+def _recompute(widths: Widths, tokens: int, tile_tokens: int | None, itemsize: int) -> int:
+    """What autograd saves for these tokens; in tiles, of the MLP's products only one tile's at a time."""
+    norms = NORM_BYTES * widths.norms * tokens
+    if tile_tokens is None or tile_tokens >= tokens:
+        return int(PRODUCT_COPIES * widths.products * itemsize) * tokens + norms
+    products = widths.untiled * tokens + widths.tiled * tile_tokens
+    return int(PRODUCT_COPIES * products * itemsize) + norms
+
+
+def _gradients_at_once(layouts: Sequence[Layout], *, tiles: bool, compiled: bool) -> int:
+    """Tiles sum the MLP's in float32 until the last one is done; a compiled layer gives all of its own together."""
+    if compiled:
+        return max((layout.trained_nbytes for layout in layouts), default=0)
+    sums = max((sum(4 * e.spec.numel for e in layout.trained if is_tileable(e.name)) for layout in layouts), default=0)
+    return _largest_gradient(layouts) + (sums if tiles else 0)
 
 
 def _largest_gradient(layouts: Sequence[Layout]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import platform
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, simulated, streaming, trl_parity
+from benchmarks import cpu, dashboard_overhead, gpu, levers, machine, pages, parity, simulated, streaming, trl_parity
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
@@ -401,3 +402,32 @@ def test_every_setting_is_predicted_and_trained() -> None:
     assert len(rows) == 11
     assert all(row.predicted_s > 0 and row.measured_s > 0 and row.by_own_rates_s > 0 for row in rows)
     assert simulated.table_of(rows).count("\n") == 11
+
+
+# ---- levers ----
+
+
+def test_levers_run_in_turn_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "levers.json"
+    levers.main(["--tiny", "--only", "tile_tokens", "kept_graphs", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert list(result["contenders"]) == ["none", "tile_tokens", "kept_graphs", "together"]
+    for figures in result["contenders"].values():
+        assert figures["worst_relative_loss_difference"] <= cpu.TOLERANCE["float32"]
+        assert figures["step_s"] > 0
+        assert figures["arena_peak_bytes"] > 0
+    assert "together" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="knows no lever named magic"):
+        levers.main(["--tiny", "--only", "magic"])
+
+
+def test_a_lever_that_changes_the_losses_fails_the_run() -> None:
+    plain, other = Timing(losses=[2.0, 1.0]), Timing(losses=[2.0, 1.1])
+    with pytest.raises(RuntimeError, match="compile: losses differ from those without it by"):
+        levers.figures(other, plain, "float32", "compile")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no advice on huge pages")
+def test_pages_of_both_kinds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    pages.main(["--megabytes", "1", "--rounds", "1"])
+    assert "huge pages" in capsys.readouterr().out

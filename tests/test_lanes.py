@@ -440,3 +440,12 @@ def test_a_lane_says_what_it_is_at_and_what_waits(lanes: Lanes) -> None:
         one.wait()
     lanes.record_spans()
     assert lanes.at_work() == {name: [] for name in LANES}
+
+
+def test_a_lane_does_first_what_it_is_told_on_its_own_thread(recorder: Recorder) -> None:
+    names: list[str] = []
+    told = {"host": lambda: names.append(threading.current_thread().name)}
+    lanes = Lanes.on(torch.device("cpu"), recorder, starts=told)
+    lanes["host"].submit(note(names, "work"), [], Label("update", 0)).wait()
+    lanes.close()
+    assert names == ["megatrain-host", "work"]

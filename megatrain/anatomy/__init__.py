@@ -3,18 +3,21 @@
 from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, without_adapters
 from megatrain.anatomy.arithmetic import Arithmetic, Products, arithmetic
 from megatrain.anatomy.calls import Graph, Tape, call, forward, send_back_collected, shell_gradients
-from megatrain.anatomy.check import check
+from megatrain.anatomy.check import check, check_tiles
+from megatrain.anatomy.compiled import CompiledLayers
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.saved import Saved
 from megatrain.anatomy.structure import Dtypes, Unit, UnsupportedModelError, decayed_parameters, kept_in_float32
 from megatrain.anatomy.tail import DifferentError, Tail
+from megatrain.anatomy.tiles import is_tileable, tile, untile
 from megatrain.anatomy.widths import Widths, widths
 
 __all__ = [
     "Anatomy",
     "Arithmetic",
     "Chunk",
+    "CompiledLayers",
     "DifferentError",
     "Dtypes",
     "Graph",
@@ -30,14 +33,18 @@ __all__ = [
     "base_of",
     "call",
     "check",
+    "check_tiles",
     "chunks",
     "decayed_parameters",
     "float32_adapters",
     "forward",
     "has_adapters",
+    "is_tileable",
     "kept_in_float32",
     "send_back_collected",
     "shell_gradients",
+    "tile",
+    "untile",
     "widths",
     "without_adapters",
 ]

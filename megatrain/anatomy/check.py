@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,45 @@ from megatrain.anatomy.model import Anatomy, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.structure import UnsupportedModelError
 from megatrain.anatomy.stub import form_of
+from megatrain.anatomy.tiles import tiled, token_wise
 from megatrain.batch import IGNORED, shifted
 
-PROBE_ROWS, PROBE_TOKENS, PROBE_CHUNK = 2, 16, 11
+PROBE_ROWS, PROBE_TOKENS, PROBE_CHUNK, PROBE_TILE = 2, 16, 11, 7
 EVERY_GRADIENT_BELOW = 200_000_000  # trained parameters; in larger models only the shell's gradients are compared
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 NOISE = 1e-3  # of the global norm: below it, tolerance is absolute, since rounding elsewhere is all there is
 
 Gradients = dict[str, torch.Tensor]
 Add = Callable[[str, torch.Tensor | None], None]
+Changed = Callable[[], AbstractContextManager[None]]
 
 
 def check(anatomy: Anatomy) -> None:
     """Raise UnsupportedModelError if the model's parts do not add up to the model."""
+    _require_same(anatomy, nullcontext, "be streamed exactly")
+
+
+def check_tiles(anatomy: Anatomy) -> None:
+    """Raise UnsupportedModelError if layers whose MLPs run over tiles do not add up to the model; after `check`."""
+    name = type(anatomy.model).__name__
+    if not any(map(token_wise, anatomy.layers)):
+        children = ", ".join(child for child, _ in anatomy.layers[0].named_children())
+        raise UnsupportedModelError(
+            f"{name} has no token-wise part by a known name: {anatomy.stack.name_of(0)} consists of {children}. "
+            "Leave tile_tokens out"
+        )
+    with torch.enable_grad(), RandomState(torch.device("cpu")).kept(), anatomy.hollow():
+        keys = anatomy.record(_probe(anatomy.model)[0]).keys
+    if keys:
+        raise UnsupportedModelError(
+            f"{name} collects {', '.join(keys)} in its layers, which must be of all tokens at once; leave tile_tokens "
+            "out, or the loss on them (output_router_logits=False)"
+        )
+    _require_same(anatomy, partial(tiled, anatomy.layers, PROBE_TILE), "run over tiles of tokens (tile_tokens)")
+
+
+def _require_same(anatomy: Anatomy, changed: Changed, what: str) -> None:
+    """Raise UnsupportedModelError, which says that the model cannot `what`, if it and its parts `changed` differ."""
     inputs, labels = _probe(anatomy.model)
     random = RandomState(torch.device("cpu"))
     with torch.enable_grad(), random.kept(), _only_what_is_compared(anatomy) as names:
@@ -41,10 +68,11 @@ def check(anatomy: Anatomy) -> None:
         for loss_from_logits in (False, True):
             anatomy.loss_from_logits = loss_from_logits
             random.set(start)
-            difference = _difference(anatomy, inputs, labels, names, expected_loss, expected)
+            with anatomy.hollow(), changed():
+                difference = _difference(anatomy, inputs, labels, names, expected_loss, expected)
             if difference is None:
                 return
-    raise UnsupportedModelError(f"{type(anatomy.model).__name__} cannot be streamed exactly: {difference}")
+    raise UnsupportedModelError(f"{type(anatomy.model).__name__} cannot {what}: {difference}")
 
 
 def _probe(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -153,13 +181,12 @@ def _difference(
     expected: Gradients,
 ) -> str | None:
     """What differs between the whole model and its parts, in words; None if nothing does."""
-    with anatomy.hollow():
-        try:
-            loss, found = _in_parts(anatomy, inputs, labels, names)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:  # whatever a model's own code raises when it is called in parts
-            return f"called in parts it fails: {type(error).__name__}: {error}"
+    try:
+        loss, found = _in_parts(anatomy, inputs, labels, names)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a model's own code raises when it is called in parts
+        return f"called in parts it fails: {type(error).__name__}: {error}"
     tolerance = max(TOLERANCE[p.dtype] for p in anatomy.model.parameters())
     if not torch.allclose(loss.float(), expected_loss.float(), rtol=tolerance, atol=0):
         return (

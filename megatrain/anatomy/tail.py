@@ -50,6 +50,13 @@ _HARMLESS = {
     aten.alias.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
+    aten.split.Tensor,
+    aten.cat.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.tanh.default,
+    aten.pow.Tensor_Scalar,
 }
 
 

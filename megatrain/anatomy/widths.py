@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.anatomy.adapters import float32_adapters
 from megatrain.anatomy.arithmetic import EXPERTS, active_expert_share, count
 from megatrain.anatomy.structure import Unit
+from megatrain.anatomy.tiles import is_tileable
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,15 @@ class Widths:
     """Numbers of elements, from which `workspace` estimates bytes.
 
     products: inputs and outputs of all matrix products of a token in one layer, of the layer where they are most.
+    tiled, untiled: likewise of those within the layer's token-wise part, and of the others.
     norms: elements that pass through norms likewise (norms of single heads count once).
     vocabulary: logits of one token. heads: attention heads. fused: attention scores are never whole in memory.
     mask_kinds: different masks that a padded or packed batch has (full, sliding).
     """
 
     products: int
+    tiled: int
+    untiled: int
     norms: int
     vocabulary: int
     heads: int
@@ -38,9 +42,12 @@ def widths(model: nn.Module, units: Sequence[Unit]) -> Widths:
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     share = active_expert_share(config)
     wide = float32_adapters(model)  # of a base that computes in bfloat16, these keep inputs of their own
+    found = [_products(unit, share, wide) for unit in units]
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" in kind}
     return Widths(
-        products=max(_products(unit, share, wide) for unit in units),
+        products=max(tiled + untiled for tiled, untiled in found),
+        tiled=max(tiled for tiled, _ in found),
+        untiled=max(untiled for _, untiled in found),
         norms=max(sum(p.numel() for name, p in unit.parameters.items() if _is_norm(name, p)) for unit in units),
         vocabulary=_vocabulary(model),
         heads=count(config, "num_attention_heads"),
@@ -49,12 +56,13 @@ def widths(model: nn.Module, units: Sequence[Unit]) -> Widths:
     )
 
 
-def _products(unit: Unit, share: float, wide: frozenset[str]) -> int:
-    """A float32 element counts as two."""
-    elements = (
-        _product(name, p, share) * (2 if unit.prefix + name in wide else 1) for name, p in unit.parameters.items()
-    )
-    return int(sum(elements))
+def _products(unit: Unit, share: float, wide: frozenset[str]) -> tuple[int, int]:
+    """Of the token-wise part, and of the rest. A float32 element counts as two."""
+    elements = {
+        name: _product(name, p, share) * (2 if unit.prefix + name in wide else 1) for name, p in unit.parameters.items()
+    }
+    inside = int(sum(number for name, number in elements.items() if is_tileable(name)))
+    return inside, int(sum(elements.values())) - inside
 
 
 def _product(name: str, parameter: torch.Tensor, share: float) -> float:
