@@ -167,7 +167,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Pa
     assert f"stopped: {done} of 40 steps done" in megatrain("status", folder)
     settings = (folder / "settings.yaml").read_text().replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null")
     (folder / "settings.yaml").write_text(settings)
-    megatrain("resume", folder)
+    said = megatrain("resume", folder)
+    assert f"changed since the checkpoint of step {done}: engine.throttle.link_bytes_per_s 1000000.0 → null\n" in said
     assert losses(folder) == losses(straight)
 
 
@@ -182,10 +183,16 @@ def test_a_stopped_run_leaves_a_checkpoint_also_where_none_were_wanted(workplace
     before = losses(folder)
     assert Checkpoints(folder / "checkpoints").steps() == [len(before)]
     moved = folder.rename(tmp_path / "moved")  # it goes on where it is, not where it began
-    settings = (moved / "settings.yaml").read_text().replace("steps: 1000", f"steps: {len(before) + 2}")
-    (moved / "settings.yaml").write_text(settings.replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null"))
-    assert f"going on after step {len(before)}, from its checkpoint" in megatrain("resume", moved)
+    changes = ("engine.throttle=null", "optimizer.lr=2e-3", "run.schedule=constant", f"run.steps={len(before) + 2}")
+    said = megatrain("resume", moved, *changes)
+    assert f"going on after step {len(before)}, from its checkpoint" in said
+    assert f'step {len(before)}: run.steps 1000 → {len(before) + 2}; run.schedule "cosine" → "constant"; ' in said
     assert losses(moved)[:-2] == before
+    assert yaml.safe_load((moved / "settings.yaml").read_text())["optimizer"]["lr"] == 2e-3
+    noted = json.loads((moved / "changes.jsonl").read_text())
+    assert (noted["step"], noted["changed"]["optimizer.lr"]) == (len(before), [1e-3, 2e-3])
+    rates = [json.loads(line)["lr"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert (max(rates[:-2]) <= 1e-3, rates[-2:]) == (True, [2e-3] * 2)
     assert not folder.exists()
 
 
