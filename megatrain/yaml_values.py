@@ -22,7 +22,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
             raise AliasError(
                 f"line {alias.start_mark.line + 1} holds the alias *{alias.anchor}, and a run file takes none: "
                 "write the value out where it is meant"
