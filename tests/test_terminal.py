@@ -288,17 +288,12 @@ def test_ctrl_c_twice_stops_at_once(workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = settings_file(workplace, folder, steps=1000)
     slow = "engine.throttle.link_bytes_per_s=2e3"  # a step would take minutes
-    process = subprocess.Popen(
-        command("train", file, slow),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = begun("train", file, slow)
+    assert process.stdout is not None
     wait_for(lambda: (folder / "run.json").exists())
-    time.sleep(1.0)
+    time.sleep(1.0)  # until signals are heard, of which nothing tells
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    assert any("stopping after this step" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130, said
