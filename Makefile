@@ -35,7 +35,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)  ## Step time beside plain Hugging Face, on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu

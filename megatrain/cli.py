@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,18 @@ WRONG_USE = 2
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatrain {metadata.version('megatrain')}")
+        raise typer.Exit(0)
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version.")
+    ] = False,
+) -> None:
     """Train language models larger than your GPU, exactly."""
 
 
@@ -96,6 +107,7 @@ def plan(
     Presets: gpt-oss-120b, gpt-oss-20b, llama-8b, dense-120b. Exit code 0: it fits; 1: it does not; 2: wrong use.
     """
     from megatrain.config import AdamWConfig, EngineConfig
+    from megatrain.trace import require_trace_name
 
     try:
         config = EngineConfig(
@@ -113,6 +125,8 @@ def plan(
         optimizer = AdamWConfig(max_grad_norm=None if overlap == "backward" else 1.0)
         if trace is not None and not simulate:
             raise ValueError("--trace writes a simulated timeline; add --simulate")
+        if trace is not None:
+            require_trace_name(trace)
         described = _machine(machine, device_memory, host_memory, rates=simulate)
         planned = _print_plan(model, lora, config, optimizer, described, batch, sequence)
         if simulate:
@@ -148,12 +162,21 @@ def train(
 
 
 @app.command(short_help="Go on from a run's newest checkpoint.")
-def resume(run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")]) -> None:
-    """Go on from a run's newest checkpoint, with the same bits as without the break. Exit codes as for `train`."""
+def resume(
+    run: Annotated[Path, typer.Argument(help="The folder of a run begun by `megatrain train`.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="What is to be otherwise from here, such as optimizer.lr=1e-5.")
+    ] = None,
+) -> None:
+    """Go on from a run's newest checkpoint, with the same bits as without the break. Exit codes as for `train`.
+
+    What was changed since, here or in the run's settings.yaml, is told and left in its changes.jsonl. The model, the
+    data, the recipe, the seed and what numbers are kept in cannot change.
+    """
     from megatrain.settings import settings_of
 
     with _told_errors():
-        settings = settings_of(run)
+        settings = settings_of(run, changes or ())
         from megatrain import terminal
 
         code = terminal.train(settings, resume=True)
@@ -206,9 +229,10 @@ def trace(
     """Write what every lane did in the last steps as a Chrome trace."""
     from megatrain.folder import RunFolder
     from megatrain.journal import JournalReader
-    from megatrain.trace import write_chrome_trace
+    from megatrain.trace import require_trace_name, write_chrome_trace
 
     with _told_errors():
+        require_trace_name(out)
         RunFolder(run).status()  # a folder that is no run is refused here
         if not out.absolute().parent.is_dir():
             raise ValueError(f"{out.parent} is no folder: make it, or write the trace elsewhere")

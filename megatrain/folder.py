@@ -54,6 +54,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
         self.tensorboard = self.path / "tensorboard"  # likewise
         self.wandb = self.path / "wandb"  # likewise
+        self.changes = self.path / "changes.jsonl"  # likewise: of its settings, a line for each resume with others
         self.earlier = self.path / "earlier"  # the runs before this one, by the time they began
         self._is_own = False  # created by this object
 
@@ -154,7 +155,8 @@ class RunFolder:
         """Move run.json last: as long as it is there, whoever follows the run knows it for the same."""
         records = self.records()
         if not resume:
-            records[:0] = [path for path in (self.checkpoints, self.tensorboard, self.wandb) if path.exists()]
+            lasting = (self.checkpoints, self.tensorboard, self.wandb, self.changes)
+            records[:0] = [path for path in lasting if path.exists()]
         if not records:
             return
         place = self._free_place(records)

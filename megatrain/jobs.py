@@ -17,6 +17,7 @@ import torch
 from megatrain.anatomy.adapters import add_lora, merged
 from megatrain.anatomy.load import from_config, load_model, load_tokenizer, without_dropout
 from megatrain.anatomy.presets import named_config
+from megatrain.changes import changes_since_checkpoint
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
 from megatrain.data import (
@@ -36,6 +37,8 @@ from megatrain.data import (
 from megatrain.data.reading import pad_token_id
 from megatrain.engine import StepResult, StreamingEngine, save_model
 from megatrain.folder import FILE_MODE, RunFolder, owner_only
+from megatrain.plain import to_plain
+from megatrain.recipes import GRPO
 from megatrain.run import Evaluating, LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import Settings, dump_settings, settings_of
 from megatrain.sinks import require_sinks
@@ -177,6 +180,10 @@ def make_run(
     run = settings.run
     require_sinks(run.sinks)  # before a large model is loaded, as what follows
     RunFolder(run.folder).require_free()
+    if isinstance(settings.recipe, GRPO):
+        settings.recipe.functions()
+    if resume:
+        changes_since_checkpoint(settings)
     batches = partial(make_batches, settings) if process else make_batches(settings)
     return TrainingRun(
         partial(make_engine, settings) if process else make_engine(settings),
@@ -193,6 +200,7 @@ def make_run(
         resume=resume,
         evaluating=make_evaluating(settings),
         sinks=run.sinks,
+        settings=to_plain(settings),
     )
 
 

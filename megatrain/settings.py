@@ -7,7 +7,6 @@ type, is refused with its place in the file and what was probably meant.
 from __future__ import annotations
 
 import json
-import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -15,33 +14,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from megatrain.config import AdamWConfig, EngineConfig, SinkName
 from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
 from megatrain.recipes import SFT, Pretrain, Recipe
+from megatrain.yaml_values import AliasError, parsed, written
 
 PARTS_OF_UNIONS = ("list[", "literal[", "function", "str", "int", "bool")  # in pydantic's places
 
 
 class SettingsError(ValueError):
     """A file, key or value that cannot be used; the message names it and the way out."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 3e-5 for a string, as it wants a point; everyone who writes a learning rate means a number."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a string that the loader would take for a number."""
-
-
-for kind in (_Loader, _Dumper):
-    kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
 
 
 def _require(condition: bool, rule: str, value: object) -> None:
@@ -207,26 +192,32 @@ def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:
 
 def dump_settings(settings: Settings) -> str:
     """The settings as YAML, every default written out, so that it says what ran."""
-    return str(yaml.dump(to_plain(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    return written(to_plain(settings))
 
 
-def settings_of(folder: str | Path) -> Settings:
-    """What a run was asked to do; SettingsError for a folder in which none was begun by `megatrain train`.
+def settings_of(folder: str | Path, changes: Iterable[str] = ()) -> Settings:
+    """What a run was asked to do, with changes on top; SettingsError for a folder in which none was begun by
+    `megatrain train`.
 
     Its folder is where it is now, whatever it was called when the run began, and from wherever that name was meant.
     """
     path = RunFolder(folder).settings
     if not path.exists():
         raise SettingsError(f"{folder} has no {path.name}: only runs begun by `megatrain train` can be found again")
-    found = load_settings(path)
+    changes = list(changes)
+    found = load_settings(path, changes)
+    if changes and found.run.folder != load_settings(path).run.folder:
+        raise SettingsError(f"run.folder is where the run is, {folder}: move the folder, and it goes on where it is")
     return replace(found, run=replace(found.run, folder=str(folder)))
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = _parsed(path.read_text(encoding="utf-8"))
+        values = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from None
+    except AliasError as error:
+        raise SettingsError(f"{path}: {error}") from None
     except ValueError as error:
         raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -246,21 +237,9 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(values, dict):
             raise SettingsError(f"{change!r}: {name} is a value, and has no keys of its own")
     try:
-        values[last] = _parsed(text)
+        values[last] = parsed(text)
     except ValueError:
         raise SettingsError(f"{change!r}: the value is no YAML; quote it") from None
-
-
-def _parsed(text: str) -> Any:
-    """YAML as what JSON can say of it; ValueError for what is none, and for what nobody could print."""
-    try:
-        value = yaml.load(text, _Loader)
-        json.dumps(value, default=str, ensure_ascii=False).encode()
-    except UnicodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from None
-    except Exception as error:  # PyYAML lets nearly everything through that its conversions raise
-        raise ValueError(str(error) or type(error).__name__) from None
-    return value
 
 
 def _settings(values: Mapping[str, Any], where: str) -> Settings:

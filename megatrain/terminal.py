@@ -14,12 +14,15 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megatrain.changes import changes_since_checkpoint
 from megatrain.engine import StepResult
 from megatrain.folder import RunFolder
 from megatrain.jobs import complete_model, make_run, note_settings
 from megatrain.report import RunState
 from megatrain.run import TrainingRun
 from megatrain.settings import Settings
+
+log = logging.getLogger("megatrain")
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = 0, 1, 3, 130  # exit codes; 2 is wrong use
 LINE_PERIOD_S = 10.0  # between lines in a log
@@ -89,7 +92,7 @@ def train(settings: Settings, *, resume: bool = False) -> int:
 
 @contextmanager
 def _logging_to(progress: Progress) -> Iterator[None]:
-    told, log = _Told(progress), logging.getLogger("megatrain")
+    told = _Told(progress)
     before = log.level
     log.addHandler(told)
     log.setLevel(logging.INFO)
@@ -101,6 +104,7 @@ def _logging_to(progress: Progress) -> Iterator[None]:
 
 
 def _train(settings: Settings, progress: Progress, *, resume: bool) -> int:
+    changes = changes_since_checkpoint(settings) if resume else None  # from which it goes on; soon there are newer ones
     run = make_run(settings, resume=resume, on_step=progress.step)
     try:
         run.start()
@@ -109,6 +113,9 @@ def _train(settings: Settings, progress: Progress, *, resume: bool) -> int:
         done = run.status().steps_done
         if resume:
             progress.say(_where_it_goes_on(RunFolder(settings.run.folder), done))
+        if changes is not None:
+            log.info("%s", changes)
+            changes.note(RunFolder(settings.run.folder).changes)
         progress.begin(done)
         with _stopped_by_signals(run, progress):
             _wait(run)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     assert "megatrain" in done.stdout
     assert "gpt-oss-120b" in done.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    said = invoke("--version")
+    assert (said.exit_code, said.output) == (0, f"megatrain {metadata.version('megatrain')}\n")
 
 
 def test_help_says_what_each_exit_code_means() -> None:
@@ -159,6 +165,7 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
             "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090; got 'abacus'",
         ),
         (["--device-memory", "24 parsecs"], "is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes"),
+        (["--simulate", "--trace", "t.txt"], "Error: a trace is JSON, and its name must end in .json or .json.gz"),
         (["--trace", "t.json"], "Error: --trace writes a simulated timeline; add --simulate"),
         (["--simulate", "--device-memory", "24GB"], "Error: the rates of a GPU that is not here are not known"),
         (["--resident", "few"], "'few' is neither a number of layers nor \"auto\""),
@@ -203,6 +210,11 @@ def test_what_the_system_refuses_is_told_without_its_number(tmp_path: Path) -> N
     assert (said.exit_code, said.stderr) == (
         2,
         f"Error: {tmp_path}/nowhere is no folder: make it, or write the trace elsewhere\n",
+    )
+    said = invoke("trace", str(tmp_path), str(tmp_path / "trace.txt"))
+    assert (said.exit_code, said.stderr) == (
+        2,
+        f"Error: a trace is JSON, and its name must end in .json or .json.gz (packed); got {tmp_path}/trace.txt\n",
     )
     said = invoke("train", str(tmp_path / "file" / "run.yaml"))
     assert said.stderr.endswith("cannot be read: Not a directory\n")

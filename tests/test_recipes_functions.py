@@ -88,6 +88,15 @@ def test_a_function_that_is_not_there_is_refused(where: str, rule: str) -> None:
         load_function(where)
 
 
+def test_a_file_whose_code_fails_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("{}['oops']\n")
+    with pytest.raises(ValueError, match=r"the code of the reward '.*mine\.py:good' fails: KeyError: 'oops'"):
+        load_function(f"{tmp_path}/mine.py:good")
+    (tmp_path / "mine.py").write_text("import no_such_module\n")
+    with pytest.raises(ValueError, match=r"mine\.py:good' names a module that cannot be imported: No module named"):
+        load_function(f"{tmp_path}/mine.py:good")
+
+
 def test_a_function_that_fails_is_named_with_the_place_where_it_did() -> None:
     def broken(**_: Any) -> list[float]:
         raise KeyError("oops")

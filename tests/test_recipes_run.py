@@ -146,3 +146,16 @@ def test_preferences_are_learnt_without_dropout() -> None:
     assert DPO().disable_dropout
     assert Reward().disable_dropout
     assert not SFT().disable_dropout
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([], "recipe.rewards must name at least one function: nothing else says what an answer is worth"),
+        (["no_such.py:good"], "names a file that is not there"),
+    ],
+)
+def test_rewards_are_looked_up_before_anything_is_loaded(tmp_path: Path, rewards: list[str], said: str) -> None:
+    """The model and the data that are asked for are not there either."""
+    with pytest.raises(ValueError, match=said):
+        make_run(load_settings(written(tmp_path, {"name": "grpo", "rewards": rewards})))

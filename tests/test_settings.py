@@ -109,6 +109,23 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, said: str) ->
     assert said in str(error.value)
 
 
+def test_aliases_are_refused_before_they_grow(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]  # 10¹² words
+    with pytest.raises(SettingsError, match=r"run\.yaml: line 2 holds the alias \*a0, and a run file takes none:"):
+        load_settings(written(tmp_path, "\n".join(lines)))
+    with pytest.raises(SettingsError, match=r"'run\.steps=\*a': the value is no YAML; quote it"):
+        load_settings(written(tmp_path, LEAST), ["run.steps=*a"])
+
+
+def test_what_occurs_twice_is_written_out(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "hello"}]
+    path = written(tmp_path, {**LEAST, "evaluation": {"every": 1}})
+    settings = load_settings(path, [f"evaluation.prompts={[prompt, prompt]}"])
+    same = replace(settings.evaluation, prompts=[prompt, prompt])  # type: ignore[type-var]
+    assert load_settings(written(tmp_path, dump_settings(replace(settings, evaluation=same)))) == settings
+
+
 def test_the_place_of_a_value_that_may_be_of_several_kinds_is_that_of_its_key(tmp_path: Path) -> None:
     said = (
         r"yaml: data.source: Input should be a valid string; got 3; data.source: Input should be a valid array; got 3"
@@ -121,6 +138,15 @@ def test_a_run_is_where_its_folder_is_now(tmp_path: Path) -> None:
     settings = load_settings(written(tmp_path, LEAST))
     (tmp_path / "settings.yaml").write_text(dump_settings(settings))
     assert settings_of(tmp_path).run == replace(settings.run, folder=str(tmp_path))
+
+
+def test_a_run_is_asked_for_something_else_but_not_elsewhere(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, LEAST))
+    (tmp_path / "settings.yaml").write_text(dump_settings(settings))
+    changed = settings_of(tmp_path, ["run.steps=20", "optimizer.lr=3e-5"])
+    assert (changed.run.steps, changed.optimizer.lr, changed.run.folder) == (20, 3e-5, str(tmp_path))
+    with pytest.raises(SettingsError, match=r"run\.folder is where the run is, .*: move the folder, and it goes on"):
+        settings_of(tmp_path, ["run.folder=elsewhere"])
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import torch
 import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
-from megatrain import terminal
+from megatrain import cli, terminal
 from megatrain.checkpoint import Checkpoints
 from megatrain.data import PLAIN_CHAT_TEMPLATE, train_tokenizer
 from megatrain.report import RunState
@@ -71,10 +72,19 @@ def command(*arguments: object) -> list[str]:
 
 
 def megatrain(*arguments: object, expected: int = 0) -> str:
+    """Run the command in this process: to start another one takes longer than to train a tiny model."""
+    done = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    assert done.exit_code == expected, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.output
+
+
+def megatrain_apart(*arguments: object) -> str:
+    """Run it as a user does."""
     done = subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
-    assert done.returncode == expected, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -90,7 +100,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_run_from_a_file_to_its_exported_model(workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said = megatrain("train", settings_file(workplace, folder), "run.steps=7")
+    said = megatrain_apart("train", settings_file(workplace, folder), "run.steps=7")
     assert f"done: 7 steps; model in {folder}/model" in said
     assert re.search(r"step 7 of 7: loss \d", said)  # lines where there is no terminal
     assert "\r" not in said
@@ -167,7 +177,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on_exactly(workplace: Pa
     assert f"stopped: {done} of 40 steps done" in megatrain("status", folder)
     settings = (folder / "settings.yaml").read_text().replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null")
     (folder / "settings.yaml").write_text(settings)
-    megatrain("resume", folder)
+    said = megatrain("resume", folder)
+    assert f"changed since the checkpoint of step {done}: engine.throttle.link_bytes_per_s 1000000.0 → null\n" in said
     assert losses(folder) == losses(straight)
 
 
@@ -182,10 +193,16 @@ def test_a_stopped_run_leaves_a_checkpoint_also_where_none_were_wanted(workplace
     before = losses(folder)
     assert Checkpoints(folder / "checkpoints").steps() == [len(before)]
     moved = folder.rename(tmp_path / "moved")  # it goes on where it is, not where it began
-    settings = (moved / "settings.yaml").read_text().replace("steps: 1000", f"steps: {len(before) + 2}")
-    (moved / "settings.yaml").write_text(settings.replace("link_bytes_per_s: 1000000.0", "link_bytes_per_s: null"))
-    assert f"going on after step {len(before)}, from its checkpoint" in megatrain("resume", moved)
+    changes = ("engine.throttle=null", "optimizer.lr=2e-3", "run.schedule=constant", f"run.steps={len(before) + 2}")
+    said = megatrain("resume", moved, *changes)
+    assert f"going on after step {len(before)}, from its checkpoint" in said
+    assert f'step {len(before)}: run.steps 1000 → {len(before) + 2}; run.schedule "cosine" → "constant"; ' in said
     assert losses(moved)[:-2] == before
+    assert yaml.safe_load((moved / "settings.yaml").read_text())["optimizer"]["lr"] == 2e-3
+    noted = json.loads((moved / "changes.jsonl").read_text())
+    assert (noted["step"], noted["changed"]["optimizer.lr"]) == (len(before), [1e-3, 2e-3])
+    rates = [json.loads(line)["lr"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert (max(rates[:-2]) <= 1e-3, rates[-2:]) == (True, [2e-3] * 2)
     assert not folder.exists()
 
 
@@ -271,17 +288,12 @@ def test_ctrl_c_twice_stops_at_once(workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = settings_file(workplace, folder, steps=1000)
     slow = "engine.throttle.link_bytes_per_s=2e3"  # a step would take minutes
-    process = subprocess.Popen(
-        command("train", file, slow),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = begun("train", file, slow)
+    assert process.stdout is not None
     wait_for(lambda: (folder / "run.json").exists())
-    time.sleep(1.0)
+    time.sleep(1.0)  # until signals are heard, of which nothing tells
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    assert any("stopping after this step" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130, said

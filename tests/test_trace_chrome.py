@@ -141,6 +141,13 @@ def test_a_window_keeps_what_touches_it(tmp_path: Path) -> None:
     assert {event["ts"] for event in of(events, "C")} == {2_000_000, 3_000_000}
 
 
+@pytest.mark.parametrize("name", ["trace", "trace.txt", "trace.gz", "trace.json.zip"])
+def test_a_name_by_which_no_viewer_knows_a_trace_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"must end in \.json or \.json\.gz \(packed\); got .*{name}"):
+        write_chrome_trace(tmp_path / name, Recorder())
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     written(path, TracedRun().steps(1))

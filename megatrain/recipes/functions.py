@@ -34,14 +34,19 @@ def load_function(where: str) -> RewardFunction:
 
 
 def _module(place: str, where: str) -> ModuleType:
-    if not place.endswith(".py"):
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"the reward {where!r} names a module that cannot be imported: {error}") from error
     path = Path(place).expanduser()
-    if not path.is_file():
+    is_file = place.endswith(".py")
+    if is_file and not path.is_file():
         raise ValueError(f"the reward {where!r} names a file that is not there: {path.absolute()}")
+    try:
+        return _module_of_file(path) if is_file else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the reward {where!r} names a module that cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's own code raises
+        raise ValueError(f"the code of the reward {where!r} fails: {type(error).__name__}: {error}") from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

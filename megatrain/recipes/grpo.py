@@ -14,7 +14,7 @@ import torch
 from megatrain.data import PromptBatch
 from megatrain.engine import Evaluation, StepResult, StreamingEngine
 from megatrain.recipes.common import Reads, require
-from megatrain.recipes.functions import load_function, total_rewards
+from megatrain.recipes.functions import RewardFunction, load_function, total_rewards
 from megatrain.recipes.rollouts import Rollouts, generate
 from megatrain.recipes.server import ask
 
@@ -85,7 +85,13 @@ class GRPO:
 
     def judged(self, batch: PromptBatch, rollouts: Rollouts) -> torch.Tensor:
         """Return what each answer is worth."""
-        return total_rewards([load_function(where) for where in self.rewards], self.reward_weights, batch, rollouts)
+        return total_rewards(self.functions(), self.reward_weights, batch, rollouts)
+
+    def functions(self) -> list[RewardFunction]:
+        """Look up the reward functions; ValueError if there are none, or one cannot be loaded."""
+        rule = "recipe.rewards must name at least one function: nothing else says what an answer is worth"
+        require(bool(self.rewards), rule, self.rewards)
+        return [load_function(where) for where in self.rewards]
 
     def answers(self, engine: StreamingEngine, batch: PromptBatch) -> Rollouts:
         """Return `num_generations` answers to each prompt, side by side."""

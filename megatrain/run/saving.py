@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -24,13 +24,15 @@ class Saving:
     """every: steps between checkpoints; None = none. keep: which of them stay on the disk.
 
     resume: go on from the newest checkpoint in the run's folder, if there is one. at_stop: a run that is stopped before
-    its last step leaves one, whatever `every` is.
+    its last step leaves one, whatever `every` is. settings: what the run was asked to do, as plain values, kept in
+    each; None keeps those of the engine and the optimizer.
     """
 
     every: int | None = None
     keep: Keep = field(default_factory=Keep)
     resume: bool = False
     at_stop: bool = False
+    settings: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         every = self.every
@@ -90,12 +92,16 @@ class Saver:
                     wish.fail(str(error))
 
         data = self._batches.state_dict() if self._positioned else None  # type: ignore[attr-defined]
-        settings = {"engine": to_plain(self._engine.config), "optimizer": to_plain(self._engine.optimizer)}
         recorder = self._engine.recorder
         began_unix_s = time.time() - recorder.now()
-        state = {"steps_done": done, "began_unix_s": began_unix_s, "data": data, "settings": settings}
+        state = {"steps_done": done, "began_unix_s": began_unix_s, "data": data, "settings": self._settings()}
         lines = "".join(json.dumps(to_plain(record)) + "\n" for record in recorder.steps())
         self._writer.write(done, state, {STEPS_FILE: lines.encode()}, tell)
+
+    def _settings(self) -> dict[str, Any]:
+        if self._saving.settings is not None:
+            return dict(self._saving.settings)
+        return {"engine": to_plain(self._engine.config), "optimizer": to_plain(self._engine.optimizer)}
 
 
 def _shifted(record: StepRecord, by_s: float) -> StepRecord:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class TrainingRun:
     evaluating: held-out data and prompts, looked at every so many steps; evaluations.jsonl and samples.jsonl.
     sinks: where the curves go, too: "tensorboard" and "wandb", in folders of these names within the run's folder. One
         that fails is logged once and left alone; training goes on.
+    settings: what the run was asked to do, as plain values that are kept in every checkpoint.
     machine: measured rates, for whoever compares with them.
     """
 
@@ -64,10 +65,11 @@ class TrainingRun:
         resume: bool = False,
         evaluating: Evaluating | None = None,
         sinks: Sequence[SinkName] = (),
+        settings: Mapping[str, Any] | None = None,
         machine: Machine | None = None,
     ) -> None:
         rates = {} if machine is None else machine.rates
-        saving = Saving(checkpoint_every, keep or Keep(), resume, checkpoint_at_stop)
+        saving = Saving(checkpoint_every, keep or Keep(), resume, checkpoint_at_stop, settings)
         job = Job(engine, batches, steps, step, lr_schedule, save, saving, evaluating, sinks, **rates)
         self.steps = steps
         self.folder = Path(run_dir) if run_dir is not None else None

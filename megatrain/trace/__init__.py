@@ -1,6 +1,6 @@
 """What a run records about itself, and what is read out of it: spans, memory, steps, metrics, Chrome traces."""
 
-from megatrain.trace.chrome import write_chrome_trace
+from megatrain.trace.chrome import require_trace_name, write_chrome_trace
 from megatrain.trace.files import write_atomically
 from megatrain.trace.flops import causal_area, model_flops
 from megatrain.trace.memory import MemorySampler
@@ -46,6 +46,7 @@ __all__ = [
     "causal_area",
     "compute_waits",
     "model_flops",
+    "require_trace_name",
     "step_metrics",
     "write_atomically",
     "write_chrome_trace",

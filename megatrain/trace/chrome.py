@@ -29,15 +29,22 @@ THREADS: dict[Lane, int] = {lane: number for number, lane in enumerate(get_args(
 TICKS_PER_US = 8
 
 
+def require_trace_name(path: str | Path) -> None:
+    """Raise ValueError for an ending by which no viewer knows a Chrome trace."""
+    if not str(path).endswith((".json", ".json.gz")):
+        raise ValueError(f"a trace is JSON, and its name must end in .json or .json.gz (packed); got {path}")
+
+
 def write_chrome_trace(
     path: str | Path, source: Recorder | Records, start_s: float = -inf, end_s: float = inf, *, mode: int = 0o644
 ) -> None:
-    """Write the records that touch a time window as a Chrome trace; gzipped where the path ends in ".gz".
+    """Write the records that touch a time window as a Chrome trace, .json or .json.gz; ValueError for other names.
 
     One track per lane, arrows that follow a layer from load to update, counters for memory and slots, knob changes
     as instants. Perfetto gives up on very large JSON: for a long run give a window of a few steps.
     mode: permissions of the file.
     """
+    require_trace_name(path)
     records = source.snapshot() if isinstance(source, Recorder) else source
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(records, start_s, end_s))
     text = f'{{"displayTimeUnit":"ms","otherData":{{"producer":"megatrain"}},"traceEvents":[\n{lines}\n]}}\n'
