@@ -7,8 +7,8 @@ Note: what virtual depth is
 
 Note: why layers that share storage do not disturb each other
     Gradients arrive in the order of the d2h lane. The first of a step comes after the last layer's load, so after
-    every update of the step before; and updates come after the norm, so after every gradient. What the schedule does not
-    order is the load of a layer and the update of another one in the same storage. So the learning rate is zero:
+    every update of the step before; and updates come after the norm, so after every gradient. What the schedule does
+    not order is the load of a layer and the update of another one in the same storage. So the learning rate is zero:
     AdamW then reads and writes all that it otherwise would, and the weights it writes are those that are there.
 """
 
@@ -68,8 +68,8 @@ class VirtualEngine(StreamingEngine):
 def _require_repetition(layouts: Sequence[Layout], stored: int) -> None:
     if not 1 <= stored < len(layouts):
         raise ValueError(
-            f"the stored layers of a virtual depth of {len(layouts)} must be 1 to {len(layouts) - 1}; got {stored}. Where "
-            "every layer has storage of its own, use StreamingEngine"
+            f"the stored layers of a virtual depth of {len(layouts)} must be 1 to {len(layouts) - 1}; got {stored}. "
+            "Where every layer has storage of its own, use StreamingEngine"
         )
     for index, layout in enumerate(layouts):
         if layout != layouts[index % stored]:

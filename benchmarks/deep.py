@@ -1,0 +1,96 @@
+"""A configuration's model at some depth, really or virtually that deep: its plan, its engine and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import MAX_GRAD_NORM
+from benchmarks.shapes import Batch, batches
+from benchmarks.virtual import VirtualEngine, label, virtual_model
+from megatrain import AdamWConfig, EngineConfig, StreamingEngine
+from megatrain.anatomy.load import from_config
+from megatrain.anatomy.meta import meta_model
+from megatrain.host import role_bytes
+from megatrain.machine import Machine
+from megatrain.plan import Plan
+from megatrain.plan.needs import Subject
+from megatrain.plan.plans import planned
+from megatrain.shapes import host_shape
+
+LR = 1e-4
+STORED = (8, 4, 2, 1)  # layers whose storage a virtual depth is tried in; more would only take longer to fill
+
+
+@dataclass(frozen=True)
+class Deep:
+    """What is trained. stored: the layers that share the host's memory among all; None = each has its own."""
+
+    config: Any
+    engine: EngineConfig
+    rows: int
+    sequence: int
+    stored: int | None = None
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers" if self.stored is None else label(self.layers, self.stored)
+
+    def subject(self) -> Subject:
+        """What the plan has to know of the model; takes a second or two."""
+        return Subject.of(meta_model(self.config), self.engine, batch=self.rows, sequence=self.sequence)
+
+    def open(self) -> StreamingEngine:
+        dtype, made_on = getattr(torch, self.engine.dtype), "cpu" if self.engine.device == "cpu" else "cuda"
+        if self.stored is not None:
+            model = virtual_model(self.config, self.stored, dtype, made_on)
+            return VirtualEngine(model, self.engine, self.stored)
+        with torch.device(made_on):
+            model = from_config(self.config, dtype=dtype)
+        return StreamingEngine(model, self.engine, AdamWConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM))
+
+    def data(self) -> Iterator[Batch]:
+        return batches(int(self.config.get_text_config().vocab_size), self.rows, self.sequence)
+
+
+@dataclass(frozen=True)
+class DeepPlan:
+    """The engine's own plan at full depth, on a machine with as much more RAM as virtual depth saves.
+
+    saved_bytes: the host memory of the layers that have none of their own. built_bytes: of the model that the engine
+    takes its weights from, which lies there besides for a moment.
+    """
+
+    plan: Plan
+    saved_bytes: int
+    built_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        return self.plan.host_bytes - self.saved_bytes + self.built_bytes
+
+
+def plan_of(subject: Subject, engine: EngineConfig, stored: int | None, machine: Machine) -> DeepPlan:
+    """What the model takes with `stored` layers' storage, and whether this machine has it."""
+    layouts, shell, shape = subject.layouts, subject.shell, host_shape(engine)
+    kept = layouts if stored is None else layouts[:stored]
+    saved = sum(role_bytes(layouts, shell, shape).values()) - sum(role_bytes(kept, shell, shape).values())
+    built = shell.nbytes + sum(layout.nbytes for layout in kept)
+    available = machine.host_available_bytes + saved - built
+    return DeepPlan(planned(subject, engine, replace(machine, host_available_bytes=available)), saved, built)
+
+
+def most_stored(subject: Subject, engine: EngineConfig, machine: Machine) -> int | None:
+    """The most of STORED that fit; None if none does."""
+    fewer = (stored for stored in STORED if stored < len(subject.layouts))
+    return next((stored for stored in fewer if plan_of(subject, engine, stored, machine).plan.fits), None)
