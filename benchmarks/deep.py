@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.contenders import MAX_GRAD_NORM
 from benchmarks.shapes import Batch, batches
-from benchmarks.virtual import VirtualEngine, label, virtual_model
+from benchmarks.virtual import VirtualEngine, label, random_model, virtual_model
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
-from megatrain.anatomy.load import from_config
 from megatrain.anatomy.meta import meta_model
 from megatrain.host import role_bytes
 from megatrain.machine import Machine
@@ -55,12 +54,17 @@ class Deep:
         if self.stored is not None:
             model = virtual_model(self.config, self.stored, dtype, made_on)
             return VirtualEngine(model, self.engine, self.stored)
-        with torch.device(made_on):
-            model = from_config(self.config, dtype=dtype)
+        model = random_model(self.config, dtype, made_on)
         return StreamingEngine(model, self.engine, AdamWConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM))
 
     def data(self) -> Iterator[Batch]:
-        return batches(int(self.config.get_text_config().vocab_size), self.rows, self.sequence)
+        """Without padding: its embedding is zero, which a random gpt-oss cannot stand."""
+        inner = self.config.get_text_config()
+        for batch in batches(int(inner.vocab_size), self.rows, self.sequence):
+            ids = batch["input_ids"]
+            if (padding := inner.pad_token_id) is not None:
+                ids = ids.masked_fill(ids == padding, padding - 1 if padding else 1)
+            yield {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,15 @@ class DeepPlan:
     def host_bytes(self) -> int:
         return self.plan.host_bytes - self.saved_bytes + self.built_bytes
 
+    def left_of(self, machine: Machine) -> Machine:
+        """What this leaves to another engine beside it."""
+        held, on_card = self.plan.held_bytes, machine.gpu is not None
+        return replace(
+            machine,
+            host_available_bytes=machine.host_available_bytes - self.host_bytes - (0 if on_card else held),
+            device_free_bytes=machine.device_free_bytes - held,
+        )
+
 
 def plan_of(subject: Subject, engine: EngineConfig, stored: int | None, machine: Machine) -> DeepPlan:
     """What the model takes with `stored` layers' storage, and whether this machine has it."""
@@ -90,7 +103,23 @@ def plan_of(subject: Subject, engine: EngineConfig, stored: int | None, machine:
     return DeepPlan(planned(subject, engine, replace(machine, host_available_bytes=available)), saved, built)
 
 
-def most_stored(subject: Subject, engine: EngineConfig, machine: Machine) -> int | None:
-    """The most of STORED that fit; None if none does."""
-    fewer = (stored for stored in STORED if stored < len(subject.layouts))
-    return next((stored for stored in fewer if plan_of(subject, engine, stored, machine).plan.fits), None)
+def lacking(cases: Sequence[tuple[Deep, Subject]], machine: Machine) -> list[str]:
+    """What there is too little of for engines of all cases at one time, in words."""
+    found = []
+    for case, subject in cases:
+        plan = plan_of(subject, case.engine, case.stored, machine)
+        found += [f"{case}: {problem}" for problem in plan.plan.problems]
+        machine = plan.left_of(machine)
+    return found
+
+
+def made_virtual(cases: Sequence[Deep], machine: Machine) -> list[Deep]:
+    """The cases in the storage of as many layers as fit, all at one time; ValueError if not even one layer's does."""
+    subjects = [case.subject() for case in cases]
+    problems: list[str] = []
+    for stored in (stored for stored in STORED if stored < min(case.layers for case in cases)):
+        virtual = [replace(case, stored=stored) for case in cases]
+        problems = lacking(list(zip(virtual, subjects, strict=True)), machine)
+        if not problems:
+            return virtual
+    raise ValueError("; ".join(problems) or "a model of one layer has no virtual depth")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.contenders import Ours
 from benchmarks.cpu import RESULTS
-from benchmarks.deep import STORED, Deep, DeepPlan, plan_of
+from benchmarks.deep import STORED, Deep, DeepPlan, lacking, plan_of
 from benchmarks.interval import interval
 from benchmarks.machine import describe, in_words, slug
 from benchmarks.report import Report
@@ -222,7 +222,6 @@ def _fitting_row(name: str, case: Deep, planned: DeepPlan) -> list[Cell]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Deep]:
-    """ValueError where a depth does not fit this machine; the plan says what there is too little of."""
     if args.tiny:
         config, depths, rows, sequence = TINY.config(), [2, 3], 2, 16
     else:
@@ -232,11 +231,9 @@ def cases_of(args: argparse.Namespace) -> list[Deep]:
 
 
 def require_fit(cases: list[Deep]) -> None:
-    machine = detect()
-    for case in cases:
-        plan = plan_of(case.subject(), case.engine, case.stored, machine).plan
-        if not plan.fits:
-            raise ValueError(f"{case}: {'; '.join(plan.problems)}. `--list` shows what fits this machine")
+    """ValueError where this machine has too little for all depths at one time."""
+    if problems := lacking([(case, case.subject()) for case in cases], detect()):
+        raise ValueError("; ".join(problems) + ". `--list` shows what fits this machine")
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:

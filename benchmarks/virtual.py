@@ -89,14 +89,21 @@ def with_layers(config: Any, layers: int) -> Any:
     return config
 
 
+def random_model(config: Any, dtype: torch.dtype, made_on: str = "cpu") -> Any:
+    """A model in host memory. A card, where there is one, fills billions of weights faster."""
+    with torch.device(made_on):
+        model = from_config(config, dtype=dtype)
+    model.to("cpu")
+    torch.cuda.empty_cache()  # the engine is to find the card as free as it is
+    return model
+
+
 def virtual_model(config: Any, stored: int, dtype: torch.dtype, made_on: str = "cpu") -> Any:
     """A randomly initialised model of a configuration, whose layers have the memory of the first `stored` ones.
 
-    Each layer has parameters of its own, as far as torch can tell. made_on: a card fills billions of weights faster.
+    Each layer has parameters of its own, as far as torch can tell. made_on: see `random_model`.
     """
-    with torch.device(made_on):
-        real = from_config(with_layers(config, stored), dtype=dtype)
-    real.to("cpu")
+    real = random_model(with_layers(config, stored), dtype, made_on)
     model = meta_model(config)  # every layer with the Python attributes that its index gives it
     path, tensors = find_layers(model).path + ".", _named(real)
     for name in _named(model):
