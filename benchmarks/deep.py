@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.contenders import MAX_GRAD_NORM
 from benchmarks.shapes import Batch, batches
+from benchmarks.table import Cell, table
 from benchmarks.virtual import VirtualEngine, label, random_model, virtual_model
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
 from megatrain.anatomy.meta import meta_model
 from megatrain.host import role_bytes
 from megatrain.machine import Machine
-from megatrain.plan import Plan
+from megatrain.plan import Plan, planned
 from megatrain.plan.needs import Subject
-from megatrain.plan.plans import planned
 from megatrain.shapes import host_shape
 
 LR = 1e-4
@@ -123,3 +123,17 @@ def made_virtual(cases: Sequence[Deep], machine: Machine) -> list[Deep]:
         if not problems:
             return virtual
     raise ValueError("; ".join(problems) or "a model of one layer has no virtual depth")
+
+
+def fitting_table(cases: Mapping[str, Deep], machine: Machine) -> str:
+    """Every case, really and virtually as deep as it is, beside what is free."""
+    rows: list[list[Cell]] = []
+    for name, case in cases.items():
+        subject = case.subject()
+        for stored in (None, *STORED):
+            found = plan_of(subject, case.engine, stored, machine)
+            memory = [found.host_bytes / 1e9, found.plan.device_bytes / 1e9]
+            verdict = "fits" if found.plan.fits else "does not fit"
+            rows.append([name, str(replace(case, stored=stored)), *memory, verdict])
+    free = f"{machine.host_available_bytes / 1e9:.1f} GB of RAM are free"
+    return table(["", "", "RAM, GB", "device, GB", ""], rows) + f"\n{free}"

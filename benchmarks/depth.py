@@ -1,7 +1,7 @@
 """What a layer costs in a shallow and in a deep model: step time and device memory at several depths, in turn.
 
     python -m benchmarks.depth                                    28 to 180 tiny Llama layers, each with its own storage
-    python -m benchmarks.depth --shape 1b --virtual 2 --depths 28 56   wider layers in the host memory of two
+    python -m benchmarks.depth --shape 1b --virtual 2 --rows 1 --sequence 32   layers of a 1B model in the memory of two
     python -m benchmarks.depth --list                             which shapes fit this machine, at the greatest depth
     python -m benchmarks.depth --tiny                             toy sizes, to see that it runs
 
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.contenders import Ours
 from benchmarks.cpu import RESULTS
-from benchmarks.deep import STORED, Deep, DeepPlan, lacking, plan_of
+from benchmarks.deep import Deep, fitting_table, lacking
 from benchmarks.interval import interval
 from benchmarks.machine import describe, in_words, slug
 from benchmarks.report import Report
@@ -42,12 +42,20 @@ from benchmarks.virtual import with_layers
 from megatrain import EngineConfig, StreamingEngine
 from megatrain.anatomy.presets import PRESETS
 from megatrain.machine import detect
-from megatrain.plan.plans import planned
+from megatrain.plan import planned
 from megatrain.trace import Span
 
 DEPTHS = [28, 56, 112, 180]
+VOCABULARY = 512  # of every shape: layers are what is measured
+
+
+def _of_layers(config: Any) -> Any:
+    config.vocab_size, config.pad_token_id = VOCABULARY, None
+    return config
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
-    "tiny": Shape(128, 28, 4, 2, 384, 512).config,
+    "tiny": Shape(128, 28, 4, 2, 384, VOCABULARY).config,
     **{name: shape.config for name, shape in LLAMA.items()},
     **{name: PRESETS[name] for name in ("dense-120b", "gpt-oss-120b")},
 }
@@ -94,7 +102,7 @@ def measure(cases: list[Deep], effort: Effort, save: Callable[[dict[str, Any]], 
         for name, contender in contenders.items():
             timings[name] = warm_up(contender, 2)
             peaks.note(name)
-        peaks.bytes_of.clear()  # another engine was not there yet
+        peaks.bytes_of.clear()  # models were made there, and other engines had not all their buffers
 
         def on_turn(name: str) -> None:
             peaks.note(name)
@@ -199,25 +207,6 @@ def _row(found: Mapping[str, Any], name: str, index: int) -> list[Cell]:
     return [name, *times, *slopes, depth["peak_bytes"] / 1e6, depth["planned_bytes_if_kept"] / 1e6]
 
 
-def fitting_table(depth: int, case: Deep) -> str:
-    """Every shape at a depth, really and virtually that deep, beside what is free now."""
-    machine, rows = detect(), []
-    for name, config in SHAPES.items():
-        deep = replace(case, config=with_layers(config(), depth))
-        subject = deep.subject()
-        for stored in (None, *STORED):
-            rows.append(
-                _fitting_row(name, replace(deep, stored=stored), plan_of(subject, deep.engine, stored, machine))
-            )
-    free = f"{machine.host_available_bytes / 1e9:.1f} GB of RAM are free"
-    return table(["", "", "RAM, GB", "device, GB", ""], rows) + f"\n{free}"
-
-
-def _fitting_row(name: str, case: Deep, planned: DeepPlan) -> list[Cell]:
-    verdict = "fits" if planned.plan.fits else "does not fit"
-    return [name, str(case), planned.host_bytes / 1e9, planned.plan.device_bytes / 1e9, verdict]
-
-
 # ---- the command line ----
 
 
@@ -225,7 +214,7 @@ def cases_of(args: argparse.Namespace) -> list[Deep]:
     if args.tiny:
         config, depths, rows, sequence = TINY.config(), [2, 3], 2, 16
     else:
-        config, depths, rows, sequence = SHAPES[args.shape](), args.depths, args.rows, args.sequence
+        config, depths, rows, sequence = _of_layers(SHAPES[args.shape]()), args.depths, args.rows, args.sequence
     engine = EngineConfig(device="cpu", dtype=args.dtype, offload_activations=True)
     return [Deep(with_layers(config, depth), engine, rows, sequence, args.virtual) for depth in sorted(set(depths))]
 
@@ -271,7 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(in_words())
     if args.list:
         deepest = cases_of(args)[-1]
-        print(fitting_table(deepest.layers, deepest))
+        shapes = {n: replace(deepest, config=with_layers(_of_layers(c()), deepest.layers)) for n, c in SHAPES.items()}
+        print(fitting_table(shapes, detect()))
         return
     out = args.out or RESULTS / f"{slug()}-depth.json"
     print(summary(run(args, out)), f"written to {out}", sep="\n\n")
