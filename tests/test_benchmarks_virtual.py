@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +267,25 @@ def test_depths_are_compared_round_by_round() -> None:
     assert found["peak_ratio"] == 1.01
     assert (found["step_s_slopes"], found["fastest_step_s_slopes"], found["cpu_s_slopes"]) == ([1.1], [0.9], [0.5])
     assert depth.compared([flat]) == {}
+
+
+def test_on_a_card_what_other_engines_keep_there_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card's peak is of all engines in the process; on a CPU each has an arena of its own."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
+    on_card: Any = {
+        "28": SimpleNamespace(device_peak_bytes=100, arena_bytes=30, device_index=0),
+        "180": SimpleNamespace(device_peak_bytes=110, arena_bytes=40, device_index=0),
+    }
+    peaks = depth.Peaks(on_card)
+    for name in ("28", "180", "28"):
+        peaks.note(name)
+    assert peaks.bytes_of == {"28": 60, "180": 80}
+    assert len(resets) == 3
+    on_cpu: Any = {"28": SimpleNamespace(device_peak_bytes=100, arena_bytes=30, device_index=None)}
+    peaks = depth.Peaks(on_cpu | {"180": on_card["180"]})
+    peaks.note("28")
+    assert peaks.bytes_of == {"28": 100}
 
 
 @pytest.mark.parametrize("stored", [None, 1])
