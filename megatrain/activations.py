@@ -29,12 +29,13 @@ class SavedInputs:
         return self._held[(layer, micro_batch)][0]
 
     def release(self, layer: int, micro_batch: int) -> None:
-        """A reader is done; after the last one the tensor is let go."""
+        """A reader is done; after the last one the tensor is let go. Until then other lanes find it at any moment."""
         with self._lock:
-            tensor, readers = self._held.pop((layer, micro_batch))
+            tensor, readers = self._held[(layer, micro_batch)]
             if readers > 1:
                 self._held[(layer, micro_batch)] = (tensor, readers - 1)
                 return
+            del self._held[(layer, micro_batch)]
         self._ledger.release(tensor.nbytes)
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,32 @@ def test_an_input_stays_until_its_last_reader_is_done() -> None:
     assert ledger.peak_bytes == hidden.nbytes
     with pytest.raises(KeyError):
         saved.get(4, 1)
+
+
+class Watched(dict[Any, Any]):
+    """Notes the moment in which a key is not there any more."""
+
+    def __init__(self) -> None:
+        self.gone: list[Any] = []
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self.gone.append(key)
+        return super().pop(key, *default)
+
+    def __delitem__(self, key: Any) -> None:
+        self.gone.append(key)
+        super().__delitem__(key)
+
+
+def test_an_input_is_there_for_other_lanes_also_while_one_releases_it() -> None:
+    """Forward lets go of an input just as the d2h lane looks for it, to offload it."""
+    saved = SavedInputs(Ledger())
+    watched = saved._held = Watched()
+    saved.put(4, 1, torch.zeros(2), readers=2)
+    saved.release(4, 1)
+    assert watched.gone == []
+    saved.release(4, 1)
+    assert watched.gone == [(4, 1)]
 
 
 def test_layers_and_micro_batches_are_kept_apart() -> None:

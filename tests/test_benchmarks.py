@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, dashboard_overhead, gpu, levers, machine, pages, parity, simulated, streaming, trl_parity
+from benchmarks import (
+    cpu,
+    dashboard_overhead,
+    gpu,
+    gpu_parts,
+    levers,
+    machine,
+    pages,
+    parity,
+    simulated,
+    streaming,
+    trl_parity,
+)
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
@@ -24,6 +36,7 @@ from benchmarks.shapes import LLAMA, TINY, batches, make_model
 from benchmarks.table import table
 from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
 from benchmarks.watched import Block, Drawing
+from megatrain.machine import Machine
 
 
 def test_a_table_aligns_names_left_and_figures_right() -> None:
@@ -240,7 +253,7 @@ def test_gpu_without_a_card_says_so(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_gpu_parts_keep_their_order_and_can_be_left_out() -> None:
-    assert gpu.parts_of(gpu.parse([])) == [*gpu.PARTS]
+    assert gpu.parts_of(gpu.parse([])) == [*gpu_parts.PARTS]
     assert gpu.parts_of(gpu.parse(["--only", "stream", "link"])) == ["link", "stream"]
     assert "plain" not in gpu.parts_of(gpu.parse(["--skip", "plain", "capped"]))
 
@@ -266,25 +279,46 @@ def test_every_part_of_the_gpu_script_runs_on_a_cpu(tmp_path: Path, capsys: pyte
     command = ["--device", "cpu", "--tiny", "--out", str(out), "--rounds", "1", "--steps", "1", "--depths", "0", "1"]
     assert gpu.main([*command, "--families", "llama"]) == 0
     found = json.loads(out.read_text())
-    assert found.keys() >= gpu.PARTS.keys()
-    assert not any(name.endswith(gpu.FAILED) for name in found)
+    assert found.keys() >= gpu_parts.PARTS.keys()
+    assert not any(name.endswith(gpu_parts.FAILED) for name in found)
     stream = found["stream"]["0.125K tokens, depth 1"]
     assert stream["bound"]
     assert stream["peak_bytes"] > 0
     assert sum(stream["waits_s"].values()) + stream["busy_s"]["compute"] == pytest.approx(stream["step_s"], rel=0.5)
     assert found["plain"]["worst_relative_loss_difference"] < 1e-2
+    virtual = "virtual depth (6 layers in the storage of 2)"
+    assert found["depth"]["depths"][virtual]["flops_per_s"] > 0
+    assert {name: figures["depth"] for name, figures in found["wide"].items()} == dict.fromkeys(
+        ["tiny-dense", "tiny-gpt-oss"], "virtual depth (4 layers in the storage of 2)"
+    )
+    assert all(figures["predicted_s"] > 0 < figures["by_own_rates_s"] for figures in found["wide"].values())
+    assert "loss" not in json.dumps([found["depth"], found["wide"]])
     printed = capsys.readouterr().out
     assert "0.0625K tokens, depth 1, capped" in printed
     assert "ours ÷ plain" in printed
+    assert virtual in printed
+    assert "tiny-gpt-oss, virtual depth (4 layers in the storage of 2)" in printed
+
+
+def test_widths_that_do_not_fit_say_so_and_the_others_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Machine(name="a laptop", cores=2, host_bytes=16 << 30, host_available_bytes=8 << 30)
+    monkeypatch.setattr(gpu_parts, "detect", lambda: small)
+    monkeypatch.setitem(gpu_parts.wide.CONFIGS, "tiny-dense", gpu_parts.wide.CONFIGS["dense-120b"])
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "wide", "--rounds", "1", "--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "tiny-dense: virtual depth (88 layers in the storage of 1): RAM: " in printed
+    assert "tiny-gpt-oss, virtual depth" in printed
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: gpu.Run) -> None:
+    def fails(_: gpu_parts.Run) -> None:
         raise RuntimeError("the link is down")
 
-    monkeypatch.setitem(gpu.PARTS, "link", (fails, 0))
+    monkeypatch.setitem(gpu_parts.PARTS, "link", (fails, 0))
     out = tmp_path / "gpu.json"
     assert gpu.main(["--device", "cpu", "--tiny", "--out", str(out), "--only", "link", "matmul"]) == 1
     found = json.loads(out.read_text())
