@@ -105,10 +105,10 @@ def _print_into(log: Path) -> None:
 
 
 class Apart(Contender):
-    """This end of the pipe. Every call waits for its answer, `patience_s` at most; ContenderError if none comes."""
+    """This end of the pipe. Every call waits `patience_s` at most for its answer; ContenderError if none comes."""
 
     def __init__(self, entry: str, task: Task, *, threads: int, patience_s: float) -> None:
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "printed"
         context = multiprocessing.get_context("spawn")
@@ -137,7 +137,7 @@ class Apart(Contender):
 
     def close(self) -> None:
         """Ask the contender to close, and end its process whatever comes of that. May be called again."""
-        self._patience_s = CLOSING_S
+        self.patience_s = CLOSING_S
         with suppress(ContenderError):
             self._ask("close")
         self._end()
@@ -151,7 +151,7 @@ class Apart(Contender):
 
     def _answer(self) -> Any:
         try:
-            if not self._pipe.poll(self._patience_s):
+            if not self._pipe.poll(self.patience_s):
                 raise self._silent()
             went_well, value = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -163,7 +163,7 @@ class Apart(Contender):
     def _silent(self) -> ContenderError:
         said = self._last_words()
         self._end()
-        return ContenderError(f"{said}\nno answer within {self._patience_s:g} s, so its process was ended (--patience)")
+        return ContenderError(f"{said}\nno answer within {self.patience_s:g} s, so its process was ended (--patience)")
 
     def _died(self) -> ContenderError:
         self._process.join(5)

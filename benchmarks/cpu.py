@@ -179,13 +179,14 @@ HEADER = [
 
 def summary(dtypes: Mapping[str, dict[str, Any]]) -> str:
     """The short table, what each gives up, and which did not do the same work."""
-    measured = [(dtype, n, f) for dtype, result in dtypes.items() for n, f in _measured(result).items()]
-    rows = [[f"{dtype}, {name}", *_cells(found)] for dtype, name, found in measured]
-    notes = dict.fromkeys(f"{name} gives up {found['gives_up']}" for _, name, found in measured)
+    trained = [(dtype, n, f) for dtype, result in dtypes.items() for n, f in measured(result).items()]
+    rows = [[f"{dtype}, {name}", *_cells(found)] for dtype, name, found in trained]
+    notes = dict.fromkeys(f"{name} gives up {found['gives_up']}" for _, name, found in trained)
     return "\n\n".join(filter(None, [table(HEADER, rows), "\n".join(notes), "\n".join(troubles(dtypes))]))
 
 
-def _measured(result: dict[str, Any]) -> dict[str, Any]:
+def measured(result: dict[str, Any]) -> dict[str, Any]:
+    """Those of one dtype that did not fail, by name."""
     return {name: found for name, found in result["contenders"].items() if "failed" not in found}
 
 
@@ -225,7 +226,7 @@ def pipeline_summary(dtypes: Mapping[str, dict[str, Any]]) -> str:
     """Where the engine's steps went: busy seconds, what hid under compute, what compute waited for."""
     lines = []
     for dtype, result in dtypes.items():
-        lanes = _measured(result).get(OURS, {}).get("lanes")
+        lanes = measured(result).get(OURS, {}).get("lanes")
         if lanes is None:
             continue
         busy = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in lanes["busy_s"].items())
