@@ -7,7 +7,6 @@ import time
 
 import psutil
 import pytest
-
 from fresh_work import openmp_threads
 
 from benchmarks.apart import Apart, ContenderError
@@ -51,7 +50,7 @@ def test_one_that_does_not_answer_is_ended() -> None:
     apart = Apart("contenders:hangs", TASK, threads=1, patience_s=120)
     apart.wait_until_built()
     apart.patience_s, began = 0.2, time.monotonic()
-    with pytest.raises(ContenderError, match="waiting for Godot\nno answer within 0.2 s, so its process was ended"):
+    with pytest.raises(ContenderError, match=r"waiting for Godot\nno answer within 0\.2 s, so its process was ended"):
         apart.step()
     with pytest.raises(ContenderError, match="its process ended with exit code -9"):
         apart.step()

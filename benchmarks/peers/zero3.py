@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to host memory, and its own CPU Adam.
+"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to host memory, and its own Adam for CPUs.
 
-It gives up overlap: the optimizer runs alone once backward is over, layer by layer on all cores. With bfloat16 the
-rotary tables are rounded, too. The first run compiles that Adam, which takes a minute or several.
+It gives up overlap: the optimizer runs alone once backward is over. The first run on a machine compiles that Adam,
+which takes a minute or several.
 """
 
 from __future__ import annotations
