@@ -15,6 +15,7 @@ as it goes. A contender that is not installed or fails is named, and the others 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,7 @@ from benchmarks.turns import Timing, ratios
 from megatrain.config import Dtype, OptimizerOverlap
 
 RESULTS = Path(__file__).parent / "results"
+BUSY = 1.0  # load of the last minute beyond which a comparison is worth little
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,11 @@ def _beside(name: str, timing: Timing, plain: Timing | None, dtype: Dtype) -> di
 def run(settings: Settings, adamw_params: int, out: Path) -> dict[str, Any]:
     """Everything, with a progress bar; the file is written as soon as there is something to keep."""
     about = asdict(settings) | {"parameters": settings.shape.parameters}
-    report = Report(out, {"machine": describe(), "settings": about, "dtypes": {}})
+    load = os.getloadavg()[0]
+    report = Report(out, {"machine": describe(), "load_before": load, "settings": about, "dtypes": {}})
     print(in_words())
+    if load > BUSY:
+        print(f"Other work is running (load {load:.1f}): these figures will say little; see benchmarks/LOG.md")
     print(f"{settings.shape.parameters / 1e6:.0f} M parameters, {settings.batch} × {settings.sequence} tokens")
     with tqdm(total=settings.turns + bool(adamw_params), unit="turn", desc="benchmark") as bar:
         for dtype in settings.dtypes:
