@@ -37,8 +37,9 @@ imports: $(READY)
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-bench: $(READY)  ## Step time beside plain Hugging Face, on this machine's CPU
+bench: $(READY)  ## Beside plain Hugging Face, FSDP2 and DeepSpeed on this machine's CPU, into the README
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.publish
 
 clean:  ## Remove what was built here
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,7 +3,8 @@
     python -m benchmarks.adamw --out adamw.json
 
 Every case runs once per round, in turn, so that a busy neighbour or a hot CPU meets all of them alike; the table
-holds medians. GB/s counts each byte read and each byte written once.
+holds medians. GB/s counts each byte read and each byte written once. Each number of threads is measured in a process
+of its own, which starts with it in OMP_NUM_THREADS: OpenMP, which DeepSpeed's CPU Adam runs on, looks there once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.fresh import in_fresh_process
 from megatrain.optim import AdamWStep, native_available, split, update
 
 BF16 = torch.bfloat16
@@ -46,14 +49,14 @@ class Row:
     gb_per_s: float
 
 
-def make_cases(numel: int) -> list[Case]:
-    """All cases, with 38 bytes of arrays per parameter between them."""
+def make_cases(numel: int, *, deepspeed: bool = False) -> list[Case]:
+    """All cases, with 38 bytes of arrays per parameter between them, and 12 more for each of DeepSpeed's."""
     weight, grad, exp_avg, exp_avg_sq = (torch.full((numel,), x) for x in (0.02, 1e-3, 1e-4, 1e-6))
     hi, lo = torch.empty_like(weight, dtype=BF16), torch.empty_like(weight, dtype=torch.int16)
     split(weight, hi, lo)
     grad16, exp_avg16, exp_avg_sq16 = (a.to(BF16) for a in (grad, exp_avg, exp_avg_sq))
     target = torch.zeros(numel)
-    return [
+    cases = [
         Case("copy, memcpy", 8, memcpy(target, weight)),
         Case("copy, torch", 8, in_torch_threads(lambda: target.copy_(weight))),
         Case("torch AdamW fused, fp32", 28, in_torch_threads(torch_fused(weight, grad))),
@@ -61,6 +64,27 @@ def make_cases(numel: int) -> list[Case]:
         Case("AdamW split", 26, adamw(hi, lo, grad16, exp_avg, exp_avg_sq)),
         Case("AdamW split, bf16 moments", 18, adamw(hi, lo, grad16, exp_avg16, exp_avg_sq16)),
     ]
+    return cases + deepspeed_cases(weight, grad) if deepspeed else cases
+
+
+def deepspeed_cases(weight: Tensor, grad: Tensor) -> list[Case]:
+    """DeepSpeed's CPU Adam, its moments in float32. With bfloat16 weights it keeps no float32 master of them."""
+    return [
+        Case(f"DeepSpeed CPU Adam, {name}", nbytes, lambda _, step=step: step())  # type: ignore[misc]
+        for name, nbytes, step in (
+            ("fp32", 28, deepspeed_adam(weight.clone(), grad)),
+            ("bf16", 22, deepspeed_adam(weight.to(BF16), grad.to(BF16))),
+        )
+    ]
+
+
+def deepspeed_adam(weight: Tensor, grad: Tensor) -> Callable[[], object]:
+    from benchmarks.peers.with_deepspeed import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = grad
+    step: Callable[[], object] = DeepSpeedCPUAdam([parameter], lr=STEP.lr, weight_decay=STEP.weight_decay).step
+    return step
 
 
 def adamw(weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Work:
@@ -108,8 +132,25 @@ def measure(cases: list[Case], threads: int, numel: int, rounds: int) -> list[Ro
     return [row(case, threads, numel / statistics.median(times_s[case.name])) for case in cases]
 
 
+def measure_all(numel: int, rounds: int, *, deepspeed: bool) -> list[Row]:
+    """Every case with every sensible number of threads."""
+    return [
+        row
+        for threads in thread_counts()
+        for row in in_fresh_process(threads, measure_made, numel, threads, rounds, deepspeed=deepspeed)
+    ]
+
+
+def measure_made(numel: int, threads: int, rounds: int, *, deepspeed: bool) -> list[Row]:
+    return measure(make_cases(numel, deepspeed=deepspeed), threads, numel, rounds)
+
+
 def row(case: Case, threads: int, params_per_s: float) -> Row:
     return Row(case.name, threads, params_per_s, case.bytes_per_param * params_per_s / 1e9)
+
+
+def deepspeed_installed() -> bool:
+    return find_spec("deepspeed") is not None
 
 
 def thread_counts() -> list[int]:
@@ -118,10 +159,25 @@ def thread_counts() -> list[int]:
     return sorted({*(2**i for i in range(cores.bit_length())), cores})
 
 
+# Ours, and what it is measured against. DeepSpeed's with bfloat16 weights keeps no float32 master, which is less work.
+RIVALS = {"AdamW fp32": "DeepSpeed CPU Adam, fp32", "AdamW split": "DeepSpeed CPU Adam, bf16"}
+TARGET = 1.5  # times as many parameters/s
+
+
+def ratio_lines(rows: list[Row]) -> list[str]:
+    """Our parameters/s ÷ DeepSpeed's, where it was measured."""
+    rates = {(row.name, row.threads): row.params_per_s for row in rows}
+    return [
+        f"{name} ÷ {RIVALS[name]}, {threads} threads: {rate / rates[RIVALS[name], threads]:.2f} (target {TARGET})"
+        for (name, threads), rate in rates.items()
+        if name in RIVALS and (RIVALS[name], threads) in rates
+    ]
+
+
 def print_table(rows: list[Row]) -> None:
-    print(f"{'case':<28}{'threads':>8}{'G params/s':>12}{'GB/s':>8}")
+    print(f"{'case':<32}{'threads':>8}{'G params/s':>12}{'GB/s':>8}")
     for r in rows:
-        print(f"{r.name:<28}{r.threads:>8}{r.params_per_s / 1e9:>12.2f}{r.gb_per_s:>8.1f}")
+        print(f"{r.name:<32}{r.threads:>8}{r.params_per_s / 1e9:>12.2f}{r.gb_per_s:>8.1f}")
 
 
 def main() -> None:
@@ -132,9 +188,9 @@ def main() -> None:
     args = parser.parse_args()
     if not native_available():
         print("No compiled kernel: these are the torch operations.")
-    cases = make_cases(args.params)
-    rows = [r for threads in thread_counts() for r in measure(cases, threads, args.params, args.rounds)]
+    rows = measure_all(args.params, args.rounds, deepspeed=deepspeed_installed())
     print_table(rows)
+    print(*ratio_lines(rows), sep="\n")
     if args.out:
         about = {"params": args.params, "rounds": args.rounds, "torch": torch.__version__}
         args.out.write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=2) + "\n")

@@ -1,42 +1,45 @@
-"""The engine against plain Hugging Face training on this CPU, in turn, in one run.
+"""The engine, plain Hugging Face training, FSDP2 and DeepSpeed ZeRO-3 on this CPU, in turn, in one run.
 
-    python -m benchmarks.cpu                      about four minutes on two cores
-    python -m benchmarks.cpu --dtype float32 --sequence 512 --rounds 6
+    python -m benchmarks.cpu                      both dtypes
+    python -m benchmarks.cpu --dtype float32 --sequence 512 --rounds 6 --skip "DeepSpeed ZeRO-3 offload"
 
-Both sides train the same randomly initialised Llama shape on the same tokens, with clipping, gradient checkpointing
-and a float32 master. In float32 their loss curves must agree to 1e-5, or the run fails. RSS is what the process
-occupies of RAM: for each side, how far it rose from before the side was built to its highest during warm-up.
-The time of making batches is included. The ratio of medians comes with its range over rounds: what other work on the
-machine does to it. The ratio of the fastest steps is the one that such work disturbs least. Everything is written to
-benchmarks/results/<machine>.json.
+All train the same randomly initialised Llama shape on the same tokens, with clipping at 1 and a float32 master, each in
+a process of its own. Loss curves must agree with plain training's (benchmarks.agreement), or the run says whose does
+not and fails. RSS is what a process occupies of RAM: how far it rose from before its contender was built to its
+highest, while it was built (all) and during warm-up. The time of making batches is included. The ratio of medians
+to plain training's step comes with its range over rounds: what other work on the machine does to it. The ratio of
+the fastest steps is the one that such work disturbs least. Everything is written to benchmarks/results/<machine>.json
+as it goes. A contender that is not installed or fails is named, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.contenders import Contender, Ours, Plain, make_ours
+from benchmarks.adamw import deepspeed_installed
+from benchmarks.agreement import agreement
+from benchmarks.field import Field
 from benchmarks.machine import describe, in_words, slug
-from benchmarks.pipeline import optimizer_alone, pipeline
-from benchmarks.resident import PeakRss, settled_rss_bytes
-from benchmarks.shapes import TINY, Shape, batches, make_model
+from benchmarks.peers import OURS, PEERS, PLAIN, ZERO3
+from benchmarks.peers.contender import Task
+from benchmarks.pipeline import optimizer_alone
+from benchmarks.report import Report
+from benchmarks.shapes import TINY, Shape, step_flops
 from benchmarks.table import Cell, table
-from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
-from megatrain import EngineConfig
+from benchmarks.turns import Timing, ratios
 from megatrain.config import Dtype, OptimizerOverlap
 
 RESULTS = Path(__file__).parent / "results"
-OURS, PLAIN = "MegaTrain", "plain Hugging Face"
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # bfloat16: two roundings of one gradient part by one unit in 256
+BUSY = 1.0  # load of the last minute beyond which a comparison is worth little
 
 
 @dataclass(frozen=True)
@@ -53,128 +56,106 @@ class Settings:
     depth: int = 1
     overlap: OptimizerOverlap = "forward"
     lr: float = 3e-4
+    threads: int = field(default_factory=torch.get_num_threads)
+    contenders: list[str] = field(default_factory=lambda: [*PEERS])
+    patience_s: float = 900
 
     @property
     def turns(self) -> int:
-        return len(self.dtypes) * 2 * self.rounds
+        """With the one in which each is built."""
+        return len(self.dtypes) * len(self.contenders) * (1 + self.rounds)
 
-    def engine(self, dtype: Dtype) -> EngineConfig:
-        return EngineConfig(device="cpu", dtype=dtype, prefetch_depth=self.depth, optimizer_overlap=self.overlap)
+    @property
+    def deepspeed(self) -> bool:
+        """Whether its AdamW is measured, too."""
+        return ZERO3 in self.contenders and deepspeed_installed()
+
+    def task(self, dtype: Dtype) -> Task:
+        return Task(self.shape, self.batch, self.sequence, dtype, self.lr, self.depth, self.overlap)
+
+    def field(self, dtype: Dtype) -> Field:
+        entries = {name: PEERS[name] for name in self.contenders}
+        return Field(entries, self.task(dtype), threads=self.threads, patience_s=self.patience_s)
 
 
-def compare(settings: Settings, dtype: Dtype, on_turn: Callable[[str], None]) -> dict[str, Any]:
-    """Train both sides in one dtype; returns what the JSON file keeps of it. Raises where the loss curves part."""
-    built: dict[str, Callable[[Settings, Dtype], Contender]] = {OURS: _ours, PLAIN: _plain}
-    contenders: dict[str, Contender] = {}
-    warm: dict[str, Timing] = {}
-    memory: dict[str, int] = {}
-    for name, build in built.items():
-        before = settled_rss_bytes()
-        with PeakRss() as peak:
-            contenders[name] = build(settings, dtype)
-            warm[name] = warm_up(contenders[name], settings.warmup)
-        memory[name] = peak.peak_bytes - before
-    timings = {name: Timing(losses=timing.losses, norms=timing.norms) for name, timing in warm.items()}
-    ours = contenders[OURS]
-    assert isinstance(ours, Ours)
-    take_turns(contenders, timings, rounds=settings.rounds, steps=settings.steps, on_turn=on_turn)
-    difference = require_agreement(timings[OURS], timings[PLAIN], dtype)
-    result = {name: _figures(settings, timings[name], memory[name]) for name in timings}
-    result[OURS] |= {"device_arena_peak_bytes": ours.engine.device_peak_bytes, **pipeline(ours, timings[OURS])}
-    ours.engine.close()
+def compare(
+    settings: Settings, dtype: Dtype, save: Callable[[dict[str, Any]], None], on_turn: Callable[[str], None]
+) -> None:
+    """Train with all contenders in one dtype; `save` gets what the JSON file keeps, after every round."""
+    with settings.field(dtype) as contenders:
+        contenders.build(settings.warmup, on_turn)
+        for _ in range(settings.rounds):
+            contenders.take_turns(settings.steps, on_turn)
+            save(figures_of(settings, dtype, contenders))
+
+
+def figures_of(settings: Settings, dtype: Dtype, contenders: Field) -> dict[str, Any]:
+    """By name, also of those that failed."""
+    plain = contenders.timings[PLAIN] if PLAIN in contenders.apart else None
+    found: dict[str, Any] = {}
+    for name in settings.contenders:
+        if name in contenders.failures:
+            error = contenders.failures[name]
+            found[name] = {"failed": error.reason, "traceback": str(error)}
+            continue
+        found[name] = _figures(settings, name, contenders) | _beside(name, contenders.timings[name], plain, dtype)
+    return found
+
+
+def _figures(settings: Settings, name: str, contenders: Field) -> dict[str, Any]:
+    timing, apart, rss = contenders.timings[name], contenders.apart[name], contenders.rss_growth_bytes[name]
+    flops = step_flops(settings.shape, settings.batch, settings.sequence)
     return {
-        "contenders": result,
-        "ratio": statistics.median(timings[OURS].steps_s) / statistics.median(timings[PLAIN].steps_s),
-        "ratio_of_fastest_steps": min(timings[OURS].steps_s) / min(timings[PLAIN].steps_s),
-        "ratio_of_each_round": ratios(timings[OURS], timings[PLAIN]),
-        "worst_relative_loss_difference": difference,
-    }
-
-
-def _ours(settings: Settings, dtype: Dtype) -> Ours:
-    data = batches(settings.shape.vocab, settings.batch, settings.sequence)
-    return make_ours(make_model(settings.shape, torch.float32), data, settings.engine(dtype), settings.lr)
-
-
-def _plain(settings: Settings, dtype: Dtype) -> Plain:
-    data = batches(settings.shape.vocab, settings.batch, settings.sequence)
-    return Plain(make_model(settings.shape, torch.float32), data, getattr(torch, dtype), settings.lr)
-
-
-def require_agreement(ours: Timing, plain: Timing, dtype: Dtype) -> float:
-    """The worst relative difference of the loss curves; RuntimeError if it is too large: then times mean nothing."""
-    difference = worst_difference(ours, plain)
-    if not difference <= TOLERANCE[dtype]:
-        raise RuntimeError(
-            f"the {dtype} loss curves differ by {difference:.1e} (allowed {TOLERANCE[dtype]:.0e}), so the two sides "
-            f"did not do the same work. {OURS}: {ours.losses}; {PLAIN}: {plain.losses}"
-        )
-    return difference
-
-
-def _figures(settings: Settings, timing: Timing, rss: int) -> dict[str, Any]:
-    return {
+        "gives_up": apart.gives_up,
         "step_s": timing.median_s,
         "tokens_per_s": settings.batch * settings.sequence / timing.median_s,
-        "peak_rss_growth_bytes": rss,
+        "model_flops_per_s": flops / timing.median_s,
+        "peak_rss_growth_bytes": max(rss.values()),
+        "training_rss_growth_bytes": rss["training"],
+        "host_bytes_per_parameter": rss["training"] / settings.shape.parameters,
         "turns_s": timing.turns,
         "losses": timing.losses,
+        **apart.figures(timing.timed),
     }
 
 
-def summary(dtypes: dict[str, dict[str, Any]]) -> str:
-    """The short table."""
-    header = ["", "s/step", "tok/s", "ours ÷ plain", "of fastest", "RSS, GB", "device arena, GB"]
-    rows: list[list[Cell]] = []
-    for dtype, result in dtypes.items():
-        spread = result["ratio_of_each_round"]
-        ratio = f"{result['ratio']:.3f} ({min(spread):.2f}–{max(spread):.2f})"
-        fastest = result["ratio_of_fastest_steps"]
-        for name, figures in result["contenders"].items():
-            arena = figures.get("device_arena_peak_bytes")
-            ours = name == OURS
-            times = [figures["step_s"], figures["tokens_per_s"], ratio if ours else "", fastest if ours else ""]
-            memory = [figures["peak_rss_growth_bytes"] / 1e9, None if arena is None else arena / 1e9]
-            rows.append([f"{dtype}, {name}", *times, *memory])
-    return table(header, rows)
-
-
-def pipeline_summary(dtypes: dict[str, dict[str, Any]]) -> str:
-    """Where the engine's steps went: busy seconds, what hid under compute, what compute waited for."""
-    lines = []
-    for dtype, result in dtypes.items():
-        ours = result["contenders"][OURS]
-        busy = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in ours["busy_s"].items())
-        waits = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in ours["waits_s"].items() if seconds)
-        shares = ((name, ours[f"{name}_hidden"]) for name in ("h2d", "d2h", "update"))
-        hidden = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
-        lines.append(f"{dtype}: busy s/step {busy}; hidden {hidden}; waits {waits}")
-    return "\n".join(lines)
+def _beside(name: str, timing: Timing, plain: Timing | None, dtype: Dtype) -> dict[str, Any]:
+    """A contender beside plain training, which the ratios are to; nothing where that failed."""
+    if plain is None:
+        return {}
+    found = agreement(name, timing, plain, dtype)
+    return {
+        "ratio": timing.median_s / plain.median_s,
+        "ratio_of_fastest_steps": min(timing.steps_s) / min(plain.steps_s),
+        "ratio_of_each_round": ratios(timing, plain),
+        "worst_relative_loss_difference": found.worst,
+        "allowed_loss_difference": found.allowed,
+        "same_work": found.same_work,
+    }
 
 
 def run(settings: Settings, adamw_params: int, out: Path) -> dict[str, Any]:
     """Everything, with a progress bar; the file is written as soon as there is something to keep."""
-    result: dict[str, Any] = {
-        "machine": describe(),
-        "threads": torch.get_num_threads(),
-        "settings": asdict(settings) | {"parameters": settings.shape.parameters},
-        "dtypes": {},
-    }
+    about = asdict(settings) | {"parameters": settings.shape.parameters}
+    load = os.getloadavg()[0]
+    report = Report(out, {"machine": describe(), "load_before": load, "settings": about, "dtypes": {}})
     print(in_words())
+    if load > BUSY:
+        print(f"Other work is running (load {load:.1f}): these figures will say little; see benchmarks/LOG.md")
     print(f"{settings.shape.parameters / 1e6:.0f} M parameters, {settings.batch} × {settings.sequence} tokens")
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(total=settings.turns + bool(adamw_params), unit="turn", desc="benchmark") as bar:
         for dtype in settings.dtypes:
-            bar.set_description(f"{dtype}, warm-up")
-            on_turn = _progress(bar, dtype)
-            result["dtypes"][dtype] = compare(settings, dtype, on_turn)
-            _write(out, result)
+            save = _saver(report, dtype)
+            compare(settings, dtype, save, _progress(bar, dtype))
         if adamw_params:
             bar.set_description("AdamW alone")
-            result["adamw"] = optimizer_alone(adamw_params, rounds=5)
+            report.put("adamw", optimizer_alone(adamw_params, rounds=5, deepspeed=settings.deepspeed))
             bar.update()
-    _write(out, result)
-    return result
+    return report.values
+
+
+def _saver(report: Report, dtype: str) -> Callable[[dict[str, Any]], None]:
+    return lambda found: report.put("dtypes", report.values["dtypes"] | {dtype: {"contenders": found}})
 
 
 def _progress(bar: Any, dtype: str) -> Callable[[str], None]:
@@ -185,8 +166,89 @@ def _progress(bar: Any, dtype: str) -> Callable[[str], None]:
     return on_turn
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
+# ---- in words ----
+
+HEADER = [
+    "",
+    "s/step",
+    "tok/s",
+    "TFLOP/s",
+    "÷ plain",
+    "of fastest",
+    "peak RSS, GB",
+    "B/param",
+    "arena, GB",
+    "losses by",
+]
+
+
+def summary(dtypes: Mapping[str, dict[str, Any]]) -> str:
+    """The short table, what each gives up, and which did not do the same work."""
+    trained = [(dtype, n, f) for dtype, result in dtypes.items() for n, f in measured(result).items()]
+    rows = [[f"{dtype}, {name}", *_cells(found)] for dtype, name, found in trained]
+    notes = dict.fromkeys(f"{name} gives up {found['gives_up']}" for _, name, found in trained)
+    return "\n\n".join(filter(None, [table(HEADER, rows), "\n".join(notes), "\n".join(troubles(dtypes))]))
+
+
+def measured(result: dict[str, Any]) -> dict[str, Any]:
+    """Those of one dtype that did not fail, by name."""
+    return {name: found for name, found in result["contenders"].items() if "failed" not in found}
+
+
+def _cells(found: dict[str, Any]) -> list[Cell]:
+    arena = found.get("device_peak_bytes")
+    rounds = found.get("ratio_of_each_round")
+    difference = found.get("worst_relative_loss_difference")
+    return [
+        found["step_s"],
+        found["tokens_per_s"],
+        found["model_flops_per_s"] / 1e12,
+        f"{found['ratio']:.3f} ({min(rounds):.2f}–{max(rounds):.2f})" if rounds else None,
+        found.get("ratio_of_fastest_steps"),
+        found["peak_rss_growth_bytes"] / 1e9,
+        found["host_bytes_per_parameter"],
+        None if arena is None else arena / 1e9,
+        None if difference is None else f"{difference:.1e}",
+    ]
+
+
+def troubles(dtypes: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Which contenders failed, and whose figures mean nothing."""
+    lines = []
+    for dtype, result in dtypes.items():
+        for name, found in result["contenders"].items():
+            if "failed" in found:
+                lines.append(f"{dtype}, {name} failed: {found['failed']}")
+            elif not found.get("same_work", True):
+                lines.append(
+                    f"{dtype}, {name} did not do the same work: its losses differ from plain training's by "
+                    f"{found['worst_relative_loss_difference']:.1e} (allowed {found['allowed_loss_difference']:.0e})"
+                )
+    return lines
+
+
+def pipeline_summary(dtypes: Mapping[str, dict[str, Any]]) -> str:
+    """Where the engine's steps went: busy seconds, what hid under compute, what compute waited for."""
+    lines = []
+    for dtype, result in dtypes.items():
+        lanes = measured(result).get(OURS, {}).get("lanes")
+        if lanes is None:
+            continue
+        busy = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in lanes["busy_s"].items())
+        waits = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in lanes["waits_s"].items() if seconds)
+        shares = ((name, lanes[f"{name}_hidden"]) for name in ("h2d", "d2h", "update"))
+        hidden = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
+        lines.append(f"{dtype}: busy s/step {busy}; hidden {hidden}; waits {waits}")
+    return "\n".join(lines)
+
+
+def went_well(dtypes: Mapping[str, dict[str, Any]]) -> bool:
+    """All that trained did the same work, and the two that the comparison is about did train. Peers may be missing."""
+    found = [(name, each) for result in dtypes.values() for name, each in result["contenders"].items()]
+    return all(each.get("same_work", name not in (OURS, PLAIN)) for name, each in found)
+
+
+# ---- the command line ----
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -199,7 +261,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--overlap", choices=["forward", "none"], default="forward", help="EngineConfig.optimizer_overlap"
     )
-    parser.add_argument("--threads", type=int, help="torch's threads, for both sides (default: torch's own choice)")
+    parser.add_argument("--skip", nargs="+", choices=PEERS, default=[], metavar="NAME", help=f"of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--patience", type=float, default=900, help="seconds for an answer of a contender (default 900)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="of each contender (default: torch's own choice)"
+    )
     parser.add_argument("--adamw-params", type=int, default=16 << 20, help="array length of AdamW alone; 0 = leave out")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, to see that everything runs")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<machine>.json")
@@ -211,20 +279,21 @@ def settings_of(args: argparse.Namespace) -> Settings:
     intermediate = round(args.hidden * 8 / 3 / 64) * 64  # three matrices as large as two of four times the width
     shape = Shape(args.hidden, args.layers, heads, heads, intermediate, args.vocab)
     dtypes: list[Dtype] = ["float32", "bfloat16"] if args.dtype == "both" else [args.dtype]
-    counts = {name: getattr(args, name) for name in ("warmup", "rounds", "steps", "depth", "overlap")}
+    chosen = {name: getattr(args, name) for name in ("warmup", "rounds", "steps", "depth", "overlap", "threads")}
+    chosen |= {"contenders": [name for name in PEERS if name not in args.skip], "patience_s": args.patience}
     if args.tiny:
-        return Settings(TINY, 2, 32, dtypes, **counts)
-    return Settings(shape, args.batch, args.sequence, dtypes, **counts)
+        return Settings(TINY, 2, 32, dtypes, **chosen)
+    return Settings(shape, args.batch, args.sequence, dtypes, **chosen)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if a contender did other work than plain training, or one of the main two failed."""
     args = parse(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     out = args.out or RESULTS / f"{slug()}.json"
-    result = run(settings_of(args), args.adamw_params, out)
-    print(summary(result["dtypes"]), pipeline_summary(result["dtypes"]), f"written to {out}", sep="\n\n")
+    dtypes = run(settings_of(args), args.adamw_params, out)["dtypes"]
+    print(summary(dtypes), pipeline_summary(dtypes), f"written to {out}", sep="\n\n")
+    return 0 if went_well(dtypes) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.contenders import Ours, Plain, make_ours
+from benchmarks.peers.ours import Ours, make_ours
+from benchmarks.peers.plain import Plain
 from benchmarks.shapes import Batch, batches
 from benchmarks.turns import largest
 from megatrain import EngineConfig

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.anatomy.arithmetic import arithmetic
+from megatrain.anatomy.structure import find_layers
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -75,6 +78,13 @@ def make_model(shape: Shape, dtype: torch.dtype, made_on: str = "cpu") -> Any:
     model.to("cpu")
     torch.cuda.empty_cache()  # the engine is to find the card as free as it is
     return model
+
+
+def step_flops(shape: Shape, rows: int, tokens: int) -> int:
+    """Model FLOPs of a training step, as the engine counts its own."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape.config())
+    return arithmetic(model, find_layers(model)).flops([tokens] * rows)
 
 
 def batches(vocab: int, rows: int, tokens: int, seed: int = 0) -> Iterator[Batch]:

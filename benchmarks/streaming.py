@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.bounds import Rates, predict
-from benchmarks.contenders import MAX_GRAD_NORM, Contender, Ours, Plain
-from benchmarks.pipeline import pipeline
+from benchmarks.peers import OURS, PLAIN
+from benchmarks.peers.contender import MAX_GRAD_NORM, Contender
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.plain import Plain
 from benchmarks.shapes import Shape, batches, make_model
 from benchmarks.turns import Timing, take_turns, warm_up, worst_difference
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
@@ -148,7 +150,7 @@ def _figures(work: Workload, ours: Ours, timing: Timing, rates: Rates | None, to
         "turns_s": timing.turns,
         "tokens_per_s": work.rows(tokens) * work.sequence / timing.median_s,
         "flops_per_s": record.flops / timing.median_s,
-        **pipeline(ours, timing),
+        **ours.lanes(timing.timed),
     }
     if rates is not None:
         predicted = predict(work.shape.parameters, record.flops, rates)
@@ -190,7 +192,7 @@ def beside_plain(work: Workload, tokens: int, effort: Effort, save: Callable[[di
             work.device,
             work.micro_batch_size,
         )
-        contenders: dict[str, Contender] = {"MegaTrain": ours, "plain Hugging Face": plain}
+        contenders: dict[str, Contender] = {OURS: ours, PLAIN: plain}
         timings = {name: warm_up(contender, 1) for name, contender in contenders.items()}
         peaks = Peaks(work.device, engine)
 

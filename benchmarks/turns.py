@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.contenders import Contender
+from benchmarks.peers.contender import Contender
 
 
 @dataclass

@@ -29,8 +29,10 @@ from benchmarks import (
 )
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
-from benchmarks.contenders import Plain
 from benchmarks.dashboard_overhead import Pair
+from benchmarks.peers import OURS, PEERS, PLAIN
+from benchmarks.peers.contender import Contender
+from benchmarks.peers.plain import Plain
 from benchmarks.report import Report
 from benchmarks.shapes import LLAMA, TINY, batches, make_model
 from benchmarks.table import table
@@ -81,7 +83,7 @@ def test_both_sides_get_the_same_batches() -> None:
 # ---- turns ----
 
 
-class Scripted:
+class Scripted(Contender):
     """A contender that only says when it was called."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
@@ -126,13 +128,6 @@ def test_a_ratio_per_round_and_the_worst_loss() -> None:
     plain = Timing(turns=[[1.0], [2.0]], losses=[2.0, 1.25])
     assert ratios(ours, plain) == [2.0, 2.0]
     assert worst_difference(ours, plain) == 0.2
-
-
-def test_loss_curves_that_part_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="float32 loss curves differ by"):
-        cpu.require_agreement(Timing(losses=[1.1]), Timing(losses=[1.0]), "float32")
-    with pytest.raises(RuntimeError, match="differ by nan"):
-        cpu.require_agreement(Timing(losses=[1.0, float("nan")]), Timing(losses=[1.0, 1.0]), "float32")
 
 
 # ---- budget and report ----
@@ -343,16 +338,30 @@ def test_depths_that_do_not_fit_are_refused_and_the_others_run() -> None:
     assert saved[-1]["0.0625K tokens, depth 3"]["refused"]
 
 
-def test_cpu_benchmark_compares_both_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_benchmark_compares_contenders_in_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "cpu.json"
-    cpu.main(["--tiny", "--warmup", "1", "--rounds", "1", "--steps", "1", "--adamw-params", "4096", "--out", str(out)])
+    toy = ["--tiny", "--warmup", "1", "--rounds", "1", "--steps", "1", "--adamw-params", "4096", "--out", str(out)]
+    assert cpu.main([*toy, "--dtype", "bfloat16", "--skip", *[*PEERS][2:]]) == 0  # the others have tests of their own
     found = json.loads(out.read_text())
-    assert found["dtypes"].keys() == {"float32", "bfloat16"}
-    assert found["dtypes"]["float32"]["worst_relative_loss_difference"] <= 1e-5
+    ours, plain = (found["dtypes"]["bfloat16"]["contenders"][name] for name in (OURS, PLAIN))
+    assert ours["worst_relative_loss_difference"] <= 5e-3
+    assert ours["device_peak_bytes"] > 0
+    assert ours["lanes"]["busy_s"]["compute"] > 0
+    assert plain["host_bytes_per_parameter"] > 0
+    assert plain["peak_rss_growth_bytes"] >= plain["training_rss_growth_bytes"]
     assert {row["name"] for row in found["adamw"]} >= {"AdamW fp32", "copy, memcpy"}
     printed = capsys.readouterr().out
     assert "bfloat16, plain Hugging Face" in printed
     assert "busy s/step" in printed
+
+
+def test_cpu_benchmark_compares_all_in_both_dtypes() -> None:
+    settings = cpu.settings_of(cpu.parse(["--threads", "2", "--rounds", "3"]))
+    assert settings.dtypes == ["float32", "bfloat16"]
+    assert settings.contenders == [*PEERS]
+    assert (settings.threads, settings.turns) == (2, 2 * 5 * 4)
 
 
 # ---- the dashboard's cost ----

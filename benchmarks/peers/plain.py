@@ -1,70 +1,28 @@
-"""The two sides of a comparison. Each takes the next batch itself, so that data time counts, and trains on it.
+"""Plain Hugging Face with torch's fused AdamW: the reference, and without gradient checkpointing the ceiling.
 
-Both clip at a global norm of 1, keep a float32 master of every weight, and recompute each layer in backward.
+It gives up size: weights, gradients and moments all lie where the model computes. Without checkpointing, so does
+everything that backward reads, of every layer at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers
 from benchmarks.shapes import Batch
-from megatrain import AdamWConfig, EngineConfig, StreamingEngine
-from megatrain.trace import StepRecord
 
-MAX_GRAD_NORM = 1.0
+_ON_THE_DEVICE = "size: weights, gradients and moments all lie on the device"
 
 
-class Contender(Protocol):
-    def step(self) -> tuple[float, float]:
-        """Train on the next batch; return loss and gradient norm before clipping."""
+class Plain(Contender):
+    """dtype: what the model computes in. With bfloat16 the optimizer works on a float32 master kept by hand.
 
-    def settle(self) -> None:
-        """Complete what is still pending, so that another contender finds the machine idle."""
-
-
-class Ours:
-    """The engine. `depth` is set before every step: several contenders may share one engine.
-
-    records: what the engine said of each step that this contender took.
-    """
-
-    def __init__(self, engine: StreamingEngine, data: Iterator[Batch], depth: int | None = None) -> None:
-        self.engine = engine
-        self.records: list[StepRecord] = []
-        self._data = data
-        self._depth = depth
-
-    def step(self) -> tuple[float, float]:
-        if self._depth is not None:
-            self.engine.set_prefetch_depth(self._depth)
-        result = self.engine.step(next(self._data))
-        self.records.append(self.engine.recorder.steps()[-1])
-        return result.loss, result.grad_norm
-
-    def settle(self) -> None:
-        self.engine.flush()
-
-
-def make_ours(model: Any, data: Iterator[Batch], config: EngineConfig, lr: float) -> Ours:
-    return Ours(StreamingEngine(model, config, AdamWConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM)), data)
-
-
-def _checkpoint_layers(model: Any) -> None:
-    """Gradient checkpointing as the documentation of torch recommends it; transformers 5.23 has another name for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.train()
-
-
-class Plain:
-    """Plain Hugging Face: gradient checkpointing and torch's fused AdamW.
-
-    dtype: what the model computes in. With bfloat16 the optimizer works on a float32 master kept by hand.
     micro_batch_size: rows per forward and backward; None = the whole batch.
+    checkpointing: recompute each layer in backward, rather than keep what it needs.
     """
 
     def __init__(
@@ -75,14 +33,19 @@ class Plain:
         lr: float,
         device: str = "cpu",
         micro_batch_size: int | None = None,
+        checkpointing: bool = True,
     ) -> None:
+        self.gives_up = f"{_ON_THE_DEVICE}; " + (
+            "layers are computed twice" if checkpointing else "so does what backward reads, of every layer at once"
+        )
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._data = data
         self._micro_batch_size = micro_batch_size
         self._weights: list[nn.Parameter] = [*model.parameters()]
         self.masters = self._take_masters(dtype)
-        _checkpoint_layers(model)
+        if checkpointing:
+            checkpoint_layers(model)
         self._optimizer = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.0, fused=True)
 
     def _take_masters(self, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -131,3 +94,11 @@ class Plain:
     def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def build(task: Task) -> Plain:
+    return Plain(task.model(), task.data(), task.torch_dtype, task.lr)
+
+
+def build_without_checkpointing(task: Task) -> Plain:
+    return Plain(task.model(), task.data(), task.torch_dtype, task.lr, checkpointing=False)

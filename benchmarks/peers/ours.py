@@ -1,0 +1,59 @@
+"""The engine.
+
+It gives up time: layers are copied through a bounded device arena, and each is computed twice in forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task
+from benchmarks.pipeline import pipeline
+from benchmarks.shapes import Batch
+from megatrain import AdamWConfig, EngineConfig, StreamingEngine
+from megatrain.trace import StepRecord
+
+
+class Ours(Contender):
+    """`depth` is set before every step: several contenders may share one engine.
+
+    records: what the engine said of each step that this contender took.
+    """
+
+    gives_up = "time: layers are copied through a bounded device arena, and computed twice"
+
+    def __init__(self, engine: StreamingEngine, data: Iterator[Batch], depth: int | None = None) -> None:
+        self.engine = engine
+        self.records: list[StepRecord] = []
+        self._data = data
+        self._depth = depth
+
+    def step(self) -> tuple[float, float]:
+        if self._depth is not None:
+            self.engine.set_prefetch_depth(self._depth)
+        result = self.engine.step(next(self._data))
+        self.records.append(self.engine.recorder.steps()[-1])
+        return result.loss, result.grad_norm
+
+    def settle(self) -> None:
+        self.engine.flush()
+
+    def figures(self, timed: list[int]) -> dict[str, Any]:
+        return {"device_peak_bytes": self.engine.device_peak_bytes, "lanes": self.lanes(timed)}
+
+    def lanes(self, timed: list[int]) -> dict[str, Any]:
+        """Where those steps went; see benchmarks.pipeline."""
+        return pipeline(self.engine.recorder.spans(), [self.records[index] for index in timed])
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def make_ours(model: Any, data: Iterator[Batch], config: EngineConfig, lr: float) -> Ours:
+    return Ours(StreamingEngine(model, config, AdamWConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM)), data)
+
+
+def build(task: Task) -> Ours:
+    config = EngineConfig(device="cpu", dtype=task.dtype, prefetch_depth=task.depth, optimizer_overlap=task.overlap)
+    return make_ours(task.model(), task.data(), config, task.lr)
