@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import MAX_GRAD_NORM
+from benchmarks.peers.contender import MAX_GRAD_NORM
 from benchmarks.shapes import Batch, batches
 from benchmarks.table import Cell, table
 from benchmarks.virtual import VirtualEngine, label, random_model, virtual_model

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.contenders import Ours
 from benchmarks.cpu import RESULTS
 from benchmarks.deep import Deep, fitting_table, lacking
 from benchmarks.interval import interval
 from benchmarks.machine import describe, in_words, slug
+from benchmarks.peers.ours import Ours
 from benchmarks.report import Report
 from benchmarks.shapes import LLAMA, TINY, Shape
 from benchmarks.streaming import Effort

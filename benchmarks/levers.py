@@ -24,9 +24,9 @@ from typing import Any, get_args
 import torch
 from tqdm import tqdm
 
-from benchmarks.contenders import Ours, make_ours
 from benchmarks.cpu import RESULTS, TOLERANCE
 from benchmarks.machine import describe, in_words, slug
+from benchmarks.peers.ours import Ours, make_ours
 from benchmarks.resident import PeakRss, settled_rss_bytes
 from benchmarks.shapes import TINY, Shape, batches, make_model
 from benchmarks.table import Cell, table

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.contenders import MAX_GRAD_NORM
+from benchmarks.peers.contender import MAX_GRAD_NORM
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
 from megatrain.anatomy.load import from_config
 from megatrain.anatomy.meta import meta_model

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from benchmarks.bounds import Rates
-from benchmarks.contenders import Ours
 from benchmarks.deep import Deep, plan_of
 from benchmarks.parity import FAMILIES
+from benchmarks.peers.ours import Ours
 from benchmarks.pipeline import pipeline
 from benchmarks.streaming import Effort
 from benchmarks.turns import Timing, warm_up

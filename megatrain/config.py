@@ -86,6 +86,8 @@ class EngineConfig:
         "auto" fills the device memory that the plan leaves over.
     kept_graphs: layers, from the top, whose autograd graph stays on the device from forward to backward, so that they
         are not computed again; "auto" fills the device memory that is left, before resident layers do.
+    keep_attention: of layers that are computed again, what fused attention gave stays on the device from forward to
+        backward: as much as a layer's input, for what takes most of the time of long sequences. "auto" = if it fits.
     offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
     loss_chunk_tokens: tokens whose logits exist at one time.
     tile_tokens: tokens whose activations within an MLP exist at one time, forward and backward; None = a micro-batch's.
@@ -110,6 +112,7 @@ class EngineConfig:
     grad_buffers: int = 2
     resident_layers: int | Auto = 0
     kept_graphs: int | Auto = 0
+    keep_attention: bool | Auto = False
     offload_activations: bool | Auto = "auto"
     loss_chunk_tokens: int = 1024
     tile_tokens: int | None = None
@@ -135,10 +138,13 @@ class EngineConfig:
             count = getattr(self, name)
             rule = f'{name} must be a whole number ≥ 0 or "auto"'
             _require(count == "auto" or (_is_int(count) and count >= 0), rule, count)
+        for name in ("offload_activations", "keep_attention"):
+            value = getattr(self, name)
+            _require(value == "auto" or isinstance(value, bool), f'{name} must be True, False or "auto"', value)
         _require(
-            self.offload_activations == "auto" or isinstance(self.offload_activations, bool),
-            'offload_activations must be True, False or "auto"',
-            self.offload_activations,
+            not (self.compile and self.keep_attention),
+            "keep_attention needs layers that run as they are; leave it out, or compile",
+            self.keep_attention,
         )
         _require(
             _is_int(self.loss_chunk_tokens) and self.loss_chunk_tokens >= 1,

@@ -319,7 +319,7 @@ class StreamingEngine:
         self._failure = None
         rows = self._rows
         size = self._room.size_of(state.batch.shape, rows) if state.batch.tokens else self._room.size
-        choice = Choice(self._conductor.knobs, state.shape.offload, state.shape.kept_graphs)
+        choice = Choice(self._conductor.knobs, state.shape.offload, state.shape.kept_graphs, state.keep_attention)
         advice = self._room.advice(choice, size, rows)
         said = str(error).splitlines()[0]
         return DeviceMemoryError(f"the device ran out of memory ({said}); nothing was applied. {advice}")
@@ -347,6 +347,7 @@ class StreamingEngine:
             head=head,
         )
         state = self._executor.begin(self._step, batch, shape, self._offload_arena(batch) if offload else None)
+        state.keep_attention = choice is not None and choice.keep_attention
         state.reference = self._reference and self._host.shell.reference is not None
         return state
 

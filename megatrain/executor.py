@@ -7,8 +7,8 @@ the operation names, so that the proof in `hazards` is about this code.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +63,8 @@ class StepState:
     output_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch
     random_states: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[int, int], KeptGraph] = field(default_factory=dict)
+    attention: dict[tuple[int, int], parts.KeptAttention] = field(default_factory=dict)
+    keep_attention: bool = False
     losses: list[torch.Tensor] = field(default_factory=list)
     balancing: list[torch.Tensor] = field(default_factory=list)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
@@ -205,7 +207,10 @@ class Executor:
         state.output_gradients.clear()
         for kept in state.graphs.values():
             self.ledger.release(kept.saved.nbytes)
+        for attention in state.attention.values():
+            self.ledger.release(attention.nbytes)
         state.graphs.clear()
+        state.attention.clear()
         self.forget_complete()
 
     def restart(self, step: int) -> None:
@@ -338,18 +343,27 @@ class Executor:
     ) -> torch.Tensor:
         if self._anatomy.model.training:
             state.random_states[(layer, mb)] = self._random.get()
+        if state.keep_attention and layer >= state.shape.backward_from:
+            return self._forward_keeping_attention(state, layer, mb, slot, hidden)
         return parts.forward(self._layers[layer], self._tensors(layer, slot), state.tapes[mb], layer, hidden)
 
     def _forward_with_graph(
         self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        tape = state.tapes[mb]
-        saved = parts.Saved(slot, tape.calls[layer].tensors)
+        saved = parts.Saved(slot, state.tapes[mb].calls[layer].tensors)
         graph = self._graph(state, layer, mb, slot, hidden, saved.saving())
-        if tape.keys:
-            tape.collected[layer] = graph.collected
+        state.tapes[mb].collected[layer] = graph.collected
         self.ledger.hold(saved.nbytes)
         state.graphs[(layer, mb)] = KeptGraph(graph, saved)
+        return graph.output
+
+    def _forward_keeping_attention(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        attention = state.attention[(layer, mb)] = parts.KeptAttention()
+        graph = self._graph(state, layer, mb, slot, hidden, attention.keeping())
+        state.tapes[mb].collected[layer] = graph.collected
+        self.ledger.hold(attention.nbytes)
         return graph.output
 
     def _graph(
@@ -455,6 +469,9 @@ class Executor:
         after = self._random.get()
         graph = self._recompute(state, layer, mb, slot, hidden)
         self._send_back(state, layer, mb, graph, total)
+        attention = state.attention.pop((layer, mb), None)
+        if attention is not None:
+            self.ledger.release(attention.nbytes)
         state.random_states.pop((layer, mb), None)
         self._random.set(after)
         self.saved.release(layer, mb)
@@ -474,10 +491,17 @@ class Executor:
         for _ in range(2):
             self._rewind(state, layer, mb)
             try:
-                return self._graph(state, layer, mb, slot, hidden, self._tail(layer))
+                return self._graph(state, layer, mb, slot, hidden, self._recomputing(state, layer, mb))
             except parts.DifferentError:  # the tail is off from now on
                 continue
         raise AssertionError("a layer without a tail is computed whole")
+
+    @contextmanager
+    def _recomputing(self, state: StepState, layer: int, mb: int) -> Iterator[None]:
+        """Within, what was kept is not computed, nor what backward does not need."""
+        attention = state.attention.get((layer, mb))
+        with nullcontext() if attention is None else attention.reusing(), self._tail(layer):
+            yield
 
     def _send_back(self, state: StepState, layer: int, mb: int, graph: parts.Graph, total: GradientSum | None) -> None:
         came = state.output_gradients[mb]

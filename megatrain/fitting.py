@@ -17,11 +17,12 @@ from megatrain.workspace import Workspace, workspace
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step uses the device: knobs, whether saved inputs go to the host, how many layers keep their graphs."""
+    """How a step uses the device: knobs, whether saved inputs go to the host, what is not computed again."""
 
     knobs: Knobs
     offload: bool
     kept_graphs: int = 0
+    keep_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Most:
 
     resident_layers: int | None = None
     kept_graphs: int | None = None
+    keep_attention: bool = True
     offload: bool = False
 
 
@@ -46,7 +48,11 @@ class Fitting:
     def held(self, choice: Choice, size: StepSize) -> DeviceBytes:
         """What the engine itself would hold. Of kept graphs it is an estimate, as of kernels."""
         graphs = choice.kept_graphs * self.graph_bytes(size)
-        kept = {"kept_graphs": choice.kept_graphs, "graph_bytes": graphs}
+        kept = {
+            "kept_graphs": choice.kept_graphs,
+            "graph_bytes": graphs,
+            "attention_bytes": self.attention_bytes(size, choice.kept_graphs) if choice.keep_attention else 0,
+        }
         return device_bytes(self.layouts, self.shell, choice.knobs, size, offload=choice.offload, **kept)
 
     def kernels(self, size: StepSize, *, offload: bool) -> Workspace:
@@ -68,6 +74,18 @@ class Fitting:
         work = self.kernels(replace(size, micro_batch_tokens=size.tokens), offload=False)
         return work.kept_of_a_layer
 
+    def attention_bytes(self, size: StepSize, kept_graphs: int) -> int:
+        """Of what attention gives for the whole batch, with one float32 number per head, in layers without graphs."""
+        if not self.widths.fused:
+            return 0
+        token_bytes = self.widths.attention * self._itemsize + 4 * self.widths.heads
+        return (self._reached - kept_graphs) * size.tokens * token_bytes
+
+    @property
+    def _reached(self) -> int:
+        """Layers that backward reaches."""
+        return len(self.layouts) - backward_from(self.layouts, self.shell)
+
     def offloads(self, knobs: Knobs, size: StepSize, budget_bytes: int | None, most: Most | None = None) -> bool:
         """Whether saved inputs go to the host. budget_bytes: what the device has; None = nobody says."""
         asked = self.config.offload_activations
@@ -81,23 +99,32 @@ class Fitting:
     def choose(self, knobs: Knobs, size: StepSize, budget_bytes: int | None, most: Most | None = None) -> Choice:
         """What "auto" means in a step of this size; what is not "auto" stays.
 
-        Graphs before resident layers: with few tokens graphs are small, with many compute binds, not the link.
+        Attention first, which is small for what it saves; graphs before resident layers: with few tokens graphs are
+        small, with many compute binds, not the link.
         """
         most = most or Most()
         auto = self.config.resident_layers == "auto"
         bare = replace(knobs, resident_layers=0) if auto else knobs
         choice = Choice(bare, self.offloads(bare, size, budget_bytes, most))
+        choice = self._with_attention(choice, size, budget_bytes, most)
         choice = replace(choice, kept_graphs=self._kept_graphs(choice, size, budget_bytes, most.kept_graphs))
         if not auto:
             return choice
         resident = self._count(choice, size, budget_bytes, slot_bytes(self.layouts), most.resident_layers)
         return replace(choice, knobs=replace(bare, resident_layers=min(resident, len(self.layouts))))
 
+    def _with_attention(self, choice: Choice, size: StepSize, budget_bytes: int | None, most: Most) -> Choice:
+        asked = self.config.keep_attention
+        if asked == "auto":
+            each = self.attention_bytes(size, kept_graphs=0)
+            asked = most.keep_attention and self._count(choice, size, budget_bytes, each, None) > 0
+        return replace(choice, keep_attention=asked)
+
     def _kept_graphs(self, choice: Choice, size: StepSize, budget_bytes: int | None, most: int | None) -> int:
-        asked, reached = self.config.kept_graphs, len(self.layouts) - backward_from(self.layouts, self.shell)
+        asked = self.config.kept_graphs
         if asked == "auto":
             asked = self._count(choice, size, budget_bytes, self.graph_bytes(size), most)
-        return min(asked, reached)
+        return min(asked, self._reached)
 
     def _count(self, choice: Choice, size: StepSize, budget_bytes: int | None, each: int, most: int | None) -> int:
         """How many of `each` bytes fit beside a choice. A CPU's device is host memory: nothing is filled unasked."""

@@ -55,6 +55,7 @@ class DeviceBytes:
     gradient_sums: int
     saved_inputs: int
     kept_graphs: int = 0
+    kept_attention: int = 0
 
     @property
     def total(self) -> int:
@@ -102,10 +103,12 @@ def device_bytes(
     offload: bool,
     kept_graphs: int = 0,
     graph_bytes: int = 0,
+    attention_bytes: int = 0,
 ) -> DeviceBytes:
     """What a step of this size holds on the device with these knobs.
 
     kept_graphs: layers that keep their graphs, which take `graph_bytes` in all, and not their inputs.
+    attention_bytes: what the others keep of attention.
     """
     saved = len(layouts) - backward_from(layouts, shell) - kept_graphs
     slots = min(knobs.weight_slots, len(layouts))
@@ -117,6 +120,7 @@ def device_bytes(
         gradient_sums=max(sum_bytes(layout, size.micro_batches) for layout in layouts),
         saved_inputs=saved_input_bytes(saved, size, offload=offload, slots=slots),
         kept_graphs=graph_bytes,
+        kept_attention=attention_bytes,
     )
 
 

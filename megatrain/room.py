@@ -17,7 +17,7 @@ from megatrain.steering import Knobs
 class Room:
     """The device's memory as one engine sees it.
 
-    size: of the last step that had room; what knobs are checked against. kept_graphs: of that step.
+    size: of the last step that had room; what knobs are checked against. kept_graphs, keep_attention: of that step.
     most: what "auto" may choose since the device ran out of memory.
     """
 
@@ -26,6 +26,7 @@ class Room:
     token_elements: int
     size: StepSize = field(default_factory=StepSize)
     kept_graphs: int = 0
+    keep_attention: bool = False
     most: Most = field(default_factory=Most)
 
     def __post_init__(self) -> None:
@@ -45,12 +46,12 @@ class Room:
 
     def needs_bytes(self, knobs: Knobs, size: StepSize | None = None, *, offload: bool) -> int:
         """What the engine would hold with these knobs in a step of `size` (None = the last one's)."""
-        return self.fitting.held(Choice(knobs, offload, self.kept_graphs), size or self.size).total
+        return self.fitting.held(Choice(knobs, offload, self.kept_graphs, self.keep_attention), size or self.size).total
 
     def require(self, knobs: Knobs, size: StepSize | None = None) -> None:
         """ValueError if `knobs` do not fit beside a step of `size` (None = the last one's)."""
         offload = self.fitting.config.offload_activations is not False
-        self._require(Choice(knobs, offload, self.kept_graphs), size or self.size)
+        self._require(Choice(knobs, offload, self.kept_graphs, self.keep_attention), size or self.size)
 
     def require_forward(self, knobs: Knobs, size: StepSize) -> None:
         """ValueError if a pass of `size` that does not go backward does not fit: it keeps no layer's input."""
@@ -61,10 +62,12 @@ class Room:
         if needs.total > self.budget_bytes:
             raise ValueError(
                 f"prefetch_depth={knobs.prefetch_depth}, grad_buffers={knobs.grad_buffers}, "
-                f"resident_layers={knobs.resident_layers} and kept_graphs={choice.kept_graphs} need "
+                f"resident_layers={knobs.resident_layers}, kept_graphs={choice.kept_graphs} and "
+                f"keep_attention={choice.keep_attention} need "
                 f"{needs.total / 1e6:,.1f} MB on the device "
                 f"({needs.weight_slots / 1e6:,.1f} for weights, {needs.gradient_buffers / 1e6:,.1f} for gradients, "
-                f"{needs.saved_inputs / 1e6:,.1f} for saved inputs, {needs.kept_graphs / 1e6:,.1f} for graphs), "
+                f"{needs.saved_inputs / 1e6:,.1f} for saved inputs, {needs.kept_graphs / 1e6:,.1f} for graphs, "
+                f"{needs.kept_attention / 1e6:,.1f} for attention), "
                 f"which has {self.budget_bytes / 1e6:,.1f} MB; lower them, or the batch"
             )
 
@@ -85,11 +88,11 @@ class Room:
         """
         if size == self.size:
             offload = self.fitting.offloads(knobs, size, self.budget_bytes, self.most)
-            return Choice(knobs, offload, self.kept_graphs)
+            return Choice(knobs, offload, self.kept_graphs, self.keep_attention)
         choice = self.fitting.choose(knobs, size, self.budget_bytes, self.most)
         least = replace(choice, offload=self.fitting.config.offload_activations is not False)
         self._require(least, size)
-        self.size, self.kept_graphs = size, choice.kept_graphs
+        self.size, self.kept_graphs, self.keep_attention = size, choice.kept_graphs, choice.keep_attention
         return choice
 
     def tighten(self, choice: Choice) -> str | None:
@@ -104,6 +107,9 @@ class Room:
                 changes = {name: count // 2}
                 self.most = replace(self.most, **changes)
                 lowered = f"{name} lowered from {count} to {count // 2}"
+        if lowered is None and config.keep_attention == "auto" and choice.keep_attention:
+            self.most = replace(self.most, keep_attention=False)
+            lowered = "attention is computed again from now on"
         if lowered is None and config.offload_activations == "auto" and not choice.offload:
             self.most = replace(self.most, offload=True)
             lowered = "saved inputs of layers go to the host from now on"
@@ -125,6 +131,7 @@ class Room:
             ),
             (held.gradient_buffers, f"grad_buffers ({knobs.grad_buffers})"),
             (held.kept_graphs, f"kept_graphs ({choice.kept_graphs})"),
+            (held.kept_attention, "keep_attention=False"),
         ]
         named = [f"{text}: {nbytes / 1e6:,.1f} MB" for nbytes, text in sorted(options, reverse=True) if nbytes]
         return "what can be lowered, and about how much lies there: " + "; ".join(named)

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
+from pairs import batches_for, engine_config, outcome, require_same
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.anatomy.attention import KeptAttention
+from megatrain import AdamWConfig, StreamingEngine
+from megatrain.anatomy import KeptAttention
+from megatrain.plan import plan
 
+ADAMW = AdamWConfig(lr=1e-3)
 SHAPE = (2, 4, 32, 16)  # batch, heads, tokens, width of a head
 
 
@@ -108,3 +113,77 @@ def test_it_may_be_reused_twice() -> None:
         with Counting() as counting, kept.reusing():
             layer(*parts())
         assert counting.forwards == 0
+
+
+# ---- in the engine ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "qwen3_next"])
+def test_no_bit_changes(family: str, rows: int | None, dtype: str) -> None:
+    """gpt_oss computes attention that is not fused: nothing of it is kept."""
+    require_same_as_computed_again(family, dtype=dtype, micro_batch_size=rows)
+
+
+@pytest.mark.parametrize("changes", [{"offload_activations": True}, {"kept_graphs": 1}, {"prefetch_depth": 0}])
+def test_beside_other_settings(changes: dict[str, Any]) -> None:
+    require_same_as_computed_again("llama", micro_batch_size=2, **changes)
+
+
+def test_dropout_in_attention() -> None:
+    require_same_as_computed_again("llama", attention_dropout=0.2, micro_batch_size=2)
+
+
+def require_same_as_computed_again(family: str, attention_dropout: float | None = None, **config: Any) -> None:
+    overrides = {} if attention_dropout is None else {"attention_dropout": attention_dropout}
+    found = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        model = build(family, **overrides)
+        found.append(outcome(model, batches_for(model), ADAMW, keep_attention=keep, **config))
+    require_same(*found)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_says_what_it_takes(dtype: Any, rows: int | None) -> None:
+    model = build("llama", layers=4)
+    planned, held = {}, {}
+    for keep in (False, True):
+        config = engine_config(dtype=dtype, micro_batch_size=rows, keep_attention=keep, offload_activations=False)
+        planned[keep] = plan(model, config, ADAMW, batch=4, sequence=32)
+        ids = torch.randint(3, 50, (4, 32))
+        with StreamingEngine(build("llama", layers=4), config, ADAMW) as engine:
+            engine.step({"input_ids": ids, "labels": ids})
+            held[keep] = engine.device_peak_bytes
+            idle = engine.arena_bytes
+            engine.step({"input_ids": ids, "labels": ids})
+            assert engine.arena_bytes == idle
+    assert held[True] - held[False] == planned[True].device["kept attention"] > 0
+    assert planned[False].device["kept attention"] == 0
+
+
+def test_auto_keeps_it_where_it_fits_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", layers=4)
+    batch = batches_for(model)[0]
+    rows, tokens = batch["input_ids"].shape
+    least = plan(model, engine_config(), ADAMW, batch=rows, sequence=tokens).held_bytes
+    for nbytes, keeps in ((least + 1, False), (100_000_000, True)):
+        config = engine_config(keep_attention="auto", device_memory_bytes=nbytes)
+        with StreamingEngine(build("llama", layers=4), config, ADAMW) as engine:
+            engine.step(batch)
+            assert engine._room.keep_attention is keeps
+    with StreamingEngine(build("llama", layers=4), config, ADAMW) as engine, monkeypatch.context() as broken:
+        broken.setattr("megatrain.executor.parts.KeptAttention.keeping", _out_of_memory)
+        engine.step(batch)
+        assert engine._room.keep_attention is False
+
+
+def _out_of_memory(*args: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+def test_compiled_layers_cannot() -> None:
+    with pytest.raises(ValueError, match="keep_attention needs layers that run as they are"):
+        engine_config(compile=True, keep_attention=True)

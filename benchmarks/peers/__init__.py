@@ -13,10 +13,12 @@ layer in backward. Each takes the next batch itself, so that data time counts.
 from __future__ import annotations
 
 OURS, PLAIN, ZERO3 = "MegaTrain", "plain Hugging Face", "DeepSpeed ZeRO-3 offload"
+OURS_KEPT = "MegaTrain, kept graphs"
 
 # Where each is built, "module:function"; nothing of it is imported before that, as some may not be installed.
 PEERS = {
     OURS: "benchmarks.peers.ours:build",
+    OURS_KEPT: "benchmarks.peers.ours:build_with_graphs",
     PLAIN: "benchmarks.peers.plain:build",
     "plain, no checkpointing": "benchmarks.peers.plain:build_without_checkpointing",
     "FSDP2, CPU offload": "benchmarks.peers.fsdp2:build",

@@ -55,5 +55,22 @@ def make_ours(model: Any, data: Iterator[Batch], config: EngineConfig, lr: float
 
 
 def build(task: Task) -> Ours:
-    config = EngineConfig(device="cpu", dtype=task.dtype, prefetch_depth=task.depth, optimizer_overlap=task.overlap)
+    return _build(task, kept_graphs=0)
+
+
+def build_with_graphs(task: Task) -> Ours:
+    """Like plain training without checkpointing: what autograd saves of each layer stays until backward."""
+    ours = _build(task, kept_graphs=task.shape.layers)
+    ours.gives_up = "time: layers are copied through a bounded device arena; and memory, for what autograd saves"
+    return ours
+
+
+def _build(task: Task, kept_graphs: int) -> Ours:
+    config = EngineConfig(
+        device="cpu",
+        dtype=task.dtype,
+        prefetch_depth=task.depth,
+        optimizer_overlap=task.overlap,
+        kept_graphs=kept_graphs,
+    )
     return make_ours(task.model(), task.data(), config, task.lr)

@@ -2,6 +2,7 @@
 
 from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, without_adapters
 from megatrain.anatomy.arithmetic import Arithmetic, Products, arithmetic
+from megatrain.anatomy.attention import KeptAttention
 from megatrain.anatomy.calls import Graph, Tape, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check, check_tiles
 from megatrain.anatomy.compiled import CompiledLayers
@@ -21,6 +22,7 @@ __all__ = [
     "DifferentError",
     "Dtypes",
     "Graph",
+    "KeptAttention",
     "Products",
     "RandomState",
     "Saved",

@@ -23,7 +23,8 @@ class Widths:
     products: inputs and outputs of all matrix products of a token in one layer, of the layer where they are most.
     tiled, untiled: likewise of those within the layer's token-wise part, and of the others.
     norms: elements that pass through norms likewise (norms of single heads count once).
-    vocabulary: logits of one token. heads: attention heads. fused: attention scores are never whole in memory.
+    vocabulary: logits of one token. heads: attention heads.
+    attention: what they give for a token. fused: attention scores are never whole in memory.
     mask_kinds: different masks that a padded or packed batch has (full, sliding).
     """
 
@@ -33,6 +34,7 @@ class Widths:
     norms: int
     vocabulary: int
     heads: int
+    attention: int
     fused: bool
     mask_kinds: int
 
@@ -51,6 +53,7 @@ def widths(model: nn.Module, units: Sequence[Unit]) -> Widths:
         norms=max(sum(p.numel() for name, p in unit.parameters.items() if _is_norm(name, p)) for unit in units),
         vocabulary=_vocabulary(model),
         heads=count(config, "num_attention_heads"),
+        attention=_attention(config),
         fused=getattr(config, "_attn_implementation", None) != "eager",
         mask_kinds=max(1, len(kinds)),
     )
@@ -75,6 +78,12 @@ def _product(name: str, parameter: torch.Tensor, share: float) -> float:
 
 def _is_norm(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 1 and not name.endswith("bias")
+
+
+def _attention(config: Any) -> int:
+    heads = count(config, "num_attention_heads")
+    head = count(config, "v_head_dim") or count(config, "head_dim") or count(config, "hidden_size") // max(1, heads)
+    return heads * head
 
 
 def _vocabulary(model: Any) -> int:

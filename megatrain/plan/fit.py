@@ -14,6 +14,7 @@ from megatrain.plan.needs import Needs, Subject, needs_of, on_cpu
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("resident_layers", 0),
     ("kept_graphs", 0),
+    ("keep_attention", False),
     ("loss_chunk_tokens", 128),
     ("micro_batch_size", 1),
     ("grad_buffers", 1),
@@ -82,6 +83,7 @@ def advice(
         offload_activations=needs.offload,
         resident_layers=needs.knobs.resident_layers,
         kept_graphs=needs.kept_graphs,
+        keep_attention=needs.choice.keep_attention,
     )
 
     def needed(changes: dict[str, Any]) -> int:

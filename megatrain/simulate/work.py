@@ -30,6 +30,7 @@ class Works:
         self._subject, self._config = plan.subject, plan.config
         self._size = plan.needs.size
         self._arithmetic = plan.subject.arithmetic
+        self._keeps_attention = plan.needs.choice.keep_attention and plan.subject.widths.fused
         self._areas = _areas(plan)
         self._frozen_in: dict[int | None, int | None] = {}  # weights slot → the layer whose frozen weights lie there
         self._cached = cache(self._work)
@@ -88,8 +89,10 @@ class Works:
 
     def _backward(self, layer: int | None, tokens: int) -> Work:
         """Recompute, then backward."""
+        assert layer is not None
         forward, alone = self._forward(layer, tokens), self._backward_alone(layer, tokens)
-        return Work(flops=forward.flops + alone.flops, device_bytes=forward.device_bytes + alone.device_bytes)
+        kept = self._attention(layer, tokens) if self._keeps_attention else 0.0
+        return Work(flops=forward.flops - kept + alone.flops, device_bytes=forward.device_bytes + alone.device_bytes)
 
     def _backward_alone(self, layer: int | None, tokens: int) -> Work:
         """A product for the input's gradient and one for the weights' where they are trained."""
