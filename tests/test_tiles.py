@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain import AdamWConfig, StreamingEngine
 from megatrain import anatomy as parts
-from megatrain.anatomy import calls, tiles
+from megatrain.anatomy import tiles
 from megatrain.anatomy.structure import UnsupportedModelError
 from megatrain.plan import needs
 
@@ -146,8 +146,8 @@ def peak_bytes(anatomy: parts.Anatomy, tokens: int) -> int:
         tape = anatomy.record({"input_ids": torch.zeros(1, LONG, dtype=torch.int64)})
         hidden = torch.randn_like(tape.hidden)
         with LiveBytes() as count:
-            names = frozenset(unit.parameters)
-            calls.backward(anatomy.layers[1], tensors, names, tape, 1, hidden, hidden, lambda name, gradient: None)
+            graph = parts.Graph(anatomy.layers[1], tensors, frozenset(unit.parameters), tape, 1, hidden)
+            graph.backward(hidden, lambda name, gradient: None)
     return count.peak_bytes
 
 
