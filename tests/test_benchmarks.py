@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu, dashboard_overhead, gpu, machine, parity, simulated, streaming, trl_parity
+from benchmarks import auto, cpu, dashboard_overhead, gpu, machine, parity, simulated, streaming, trl_parity
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.contenders import Plain
@@ -401,3 +401,19 @@ def test_every_setting_is_predicted_and_trained() -> None:
     assert len(rows) == 11
     assert all(row.predicted_s > 0 and row.measured_s > 0 and row.by_own_rates_s > 0 for row in rows)
     assert simulated.table_of(rows).count("\n") == 11
+
+
+# ---- tuned beside hand settings ----
+
+
+def test_every_regime_is_tuned_and_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto.main(["--tiny", "--out", str(tmp_path / "auto.json")])
+    found = json.loads((tmp_path / "auto.json").read_text())
+    assert list(found) == list(auto.REGIMES)
+    for regime in found.values():
+        names = [each["name"] for each in regime["settings"]]
+        assert auto.TUNED in names
+        assert len(names) > auto.FINALISTS
+        assert sum(each["final_s"] is not None for each in regime["settings"]) == 1 + auto.FINALISTS
+        assert regime["tuned ÷ best by hand"] > 0
+    assert "of the best by hand" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Settings chosen by a short calibration, and why: what the engine can hold, timed on its own schedule's clock."""
 
-from megatrain.tune.calibrate import Calibration, calibrate
+from megatrain.tune.calibration import Calibration, calibrate
 from megatrain.tune.candidates import KNOBS
 from megatrain.tune.choice import NothingFitsError
 from megatrain.tune.tuning import Tuned, tune

@@ -15,7 +15,7 @@ from megatrain.plan import Plan
 from megatrain.plan.needs import Subject
 from megatrain.simulate import Rates
 from megatrain.tune.alternatives import Alternative, alternatives
-from megatrain.tune.calibrate import Calibration, calibrate
+from megatrain.tune.calibration import Calibration, calibrate
 from megatrain.tune.candidates import KNOBS, Candidate, candidates, require_knobs
 from megatrain.tune.choice import Clocked, choose
 from megatrain.tune.words import summary, verdict

@@ -9,7 +9,7 @@ from megatrain.plan.fit import gb
 from megatrain.simulate import Rates, bounds, simulate
 from megatrain.simulate.words import binding
 from megatrain.tune.alternatives import Alternative
-from megatrain.tune.calibrate import Calibration
+from megatrain.tune.calibration import Calibration
 from megatrain.tune.candidates import Candidate
 
 COLUMN = 28
