@@ -13,7 +13,9 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
-Knob = Literal["micro_batch_size", "offload_activations", "prefetch_depth", "grad_buffers", "resident_layers"]
+Knob = Literal[
+    "micro_batch_size", "offload_activations", "prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers"
+]
 SinkName = Literal["tensorboard", "wandb"]
 
 

@@ -75,6 +75,7 @@ def test_the_table_has_the_plan_once_for_each_knob() -> None:
         "prefetch depth 1",
         "gradient buffers 2",
         "resident layers 0",
+        "kept graphs 0",
         "micro-batch size 1",
     ]
     assert {setting.step_s for setting in chosen} == {simulated.step_s}

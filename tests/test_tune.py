@@ -45,14 +45,21 @@ def test_what_is_measured_and_what_settings_name_are_the_same_knobs() -> None:
     assert set(get_args(Knob)) == set(KNOBS)
 
 
-def test_where_compute_binds_the_least_memory_will_do() -> None:
-    assert chosen(flops=1e6) == {
+def test_where_the_optimizer_binds_the_least_memory_will_do() -> None:
+    assert chosen(adamw=1e4) == {
         "micro_batch_size": 1,
         "offload_activations": False,
         "prefetch_depth": 0,
         "grad_buffers": 1,
+        "kept_graphs": 0,
         "resident_layers": 0,
     }
+
+
+def test_where_compute_binds_nothing_is_computed_again_that_can_be_kept() -> None:
+    found = choose(every(), Clocked(rates(link=FAST, adamw=FAST, flops=1e6)))
+    assert found.settled["kept_graphs"] == LAYERS
+    assert found.config.kept_graphs == "auto"
 
 
 def test_where_launching_costs_much_the_micro_batch_is_the_whole_batch() -> None:
@@ -86,7 +93,8 @@ def test_a_knob_that_is_not_to_be_turned_stays() -> None:
 def test_what_gives_way_when_memory_runs_out_is_left_to_the_engine() -> None:
     found = choose(every(), Clocked(SLOW_LOADS))
     assert found.config.offload_activations == "auto"
-    assert found.settled["resident_layers"] == 0 or found.config.resident_layers == "auto"
+    assert (found.config.resident_layers == "auto") == (found.settled["resident_layers"] > 0)
+    assert (found.config.kept_graphs == "auto") == (found.settled["kept_graphs"] > 0)
 
 
 # ---- rules ----

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.config import Throttle
 from megatrain.machine import Machine
-from megatrain.schedule import SHELL, Op
+from megatrain.schedule import SHELL, Kind, Op
 from megatrain.simulate.work import Work
 
 # Note: what is reached of a data sheet
@@ -101,8 +101,13 @@ class Rates:
         kind = op.kind.value
         if op.layer is SHELL and kind in self.fixed_s:
             return max(0.0, self.fixed_s[kind] + work.device_bytes / self.shell_bytes_per_s.get(kind, inf))
-        products_s = work.flops / self.flops_per_s[kind] + self.launch_s.get(kind, 0.0) if work.flops else 0.0
+        products_s = work.flops / self.flops_per_s[kind] + self._launched_s(op) if work.flops else 0.0
         return max(products_s, work.device_bytes / self.device_memory_bytes_per_s)
+
+    def _launched_s(self, op: Op) -> float:
+        """With a graph that was kept, backward does without its recompute, which is launched as a forward is."""
+        recompute_s = self.launch_s.get("forward", 0.0) if op.graph else 0.0
+        return self.launch_s.get(op.kind.value, 0.0) - (recompute_s if op.kind is Kind.BACKWARD else 0.0)
 
     @cached_property
     def lanes_bytes_per_s(self) -> dict[str, float]:

@@ -67,6 +67,7 @@ def _alone(config: EngineConfig) -> EngineConfig:
         prefetch_depth=0,
         grad_buffers=1,
         resident_layers=0,
+        kept_graphs=0,
         offload_activations=False,
         optimizer_overlap="none",
         keep_reference=False,

@@ -22,21 +22,22 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(rows for rows in range(1, number + 1) if not number % rows)
 
 
-# "auto" is settled by the plan as the engine settles it, and gives way where the device runs out of memory after all.
+# "auto" is settled by the plan as the engine settles it.
 KNOBS: dict[str, Values] = {
     "micro_batch_size": lambda subject: _divisors(subject.batch),
     "offload_activations": lambda subject: (True, "auto"),
     "prefetch_depth": lambda subject: tuple(range(min(5, len(subject.layouts)))),
     "grad_buffers": lambda subject: (1, 2, 3),
+    "kept_graphs": lambda subject: (0, "auto"),
     "resident_layers": lambda subject: (0, "auto"),
 }
 # More of these never makes a step longer, so that a step with the most of each bounds all that have less.
-ONLY_HELP = ("prefetch_depth", "grad_buffers", "resident_layers")
+ONLY_HELP = ("prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its plan, in which "auto" is settled."""
+    """A configuration, and a plan in which "auto" is settled."""
 
     config: EngineConfig
     plan: Plan
@@ -55,6 +56,7 @@ class Candidate:
             "offload_activations": needs.offload,
             "prefetch_depth": needs.knobs.prefetch_depth,
             "grad_buffers": needs.knobs.grad_buffers,
+            "kept_graphs": needs.kept_graphs,
             "resident_layers": needs.knobs.resident_layers,
         }
 
@@ -65,11 +67,10 @@ def candidates(
     """Every combination of the values of `knobs`, once; the others stay as `config` says. They need not fit."""
     found: dict[tuple[Any, ...], Candidate] = {}
     for choice in _choices(subject, knobs):
-        changed = replace(config, **choice)
-        candidate = Candidate(changed, planned(subject, changed, machine))
-        key = tuple(candidate.settled.values())
-        if key not in found or _gives_way(changed) > _gives_way(found[key].config):
-            found[key] = candidate
+        candidate = Candidate(changed := replace(config, **choice), planned(subject, changed, machine))
+        settled = candidate.settled
+        plain = {knob: settled[knob] for knob in choice if choice[knob] == "auto" and not _gives_way(knob, settled)}
+        found.setdefault(tuple(settled.values()), replace(candidate, config=replace(changed, **plain)))
     return list(found.values())
 
 
@@ -86,8 +87,9 @@ def require_knobs(knobs: Collection[str]) -> None:
         raise ValueError(f"what can be chosen is any of {', '.join(KNOBS)}; got {', '.join(unknown) or 'none of them'}")
 
 
-def _gives_way(config: EngineConfig) -> int:
-    return [config.offload_activations, config.resident_layers].count("auto")
+def _gives_way(knob: str, settled: dict[str, Any]) -> bool:
+    """Whether "auto" stands for something that the engine may lower where the device runs out of memory after all."""
+    return not settled[knob] if knob == "offload_activations" else bool(settled[knob])
 
 
 def richest(group: list[Candidate]) -> Candidate:
