@@ -137,7 +137,7 @@ def test_settings_for_a_described_machine_are_chosen_by_its_data_sheet() -> None
 def test_settings_that_cannot_fit_are_no_wrong_use() -> None:
     result = invoke("plan", "dense-120b", "--machine", "rtx-4090", "--tune", "--batch", "2")
     assert result.exit_code == 1
-    assert "Error: no setting fits; the nearest (" in result.output
+    assert "Error: no setting fits; the nearest is micro_batch_size=" in result.output
 
 
 def test_a_timeline_that_cannot_be_written_is_no_wrong_use(tmp_path: Path) -> None:

@@ -32,14 +32,15 @@ def through(small: Rates, small_plan: Plan, large: Rates, large_plan: Plan) -> R
         for op in (op for op in ops if op.kind.value in known):
             works = [(rates, Works(plan).of(op)) for rates, plan in ((small, small_plan), (large, large_plan))]
             few, many = ((size(work), rates.seconds(op, work)) for rates, work in works)
-            found[op.kind.value] = line(few, many)
+            if many[0] > few[0]:  # a classifier's head counts as no arithmetic
+                found[op.kind.value] = line(few, many)
         return found
 
     products = lines(layers, lambda work: work.flops, small.flops_per_s.keys() & large.flops_per_s.keys())
     moved = lines(shells, lambda work: work.device_bytes, small.fixed_s.keys() & large.fixed_s.keys())
     return replace(
         large,
-        flops_per_s={kind: rate for kind, (_, rate) in products.items()},
+        flops_per_s={**large.flops_per_s, **{kind: rate for kind, (_, rate) in products.items()}},
         launch_s={kind: at_0_s for kind, (at_0_s, _) in products.items()},
         fixed_s={**large.fixed_s, **{kind: at_0_s for kind, (at_0_s, _) in moved.items()}},
         shell_bytes_per_s={kind: rate for kind, (_, rate) in moved.items()},

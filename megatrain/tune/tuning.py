@@ -13,6 +13,7 @@ from megatrain.config import EngineConfig
 from megatrain.machine import Machine, detect
 from megatrain.plan import Plan
 from megatrain.plan.needs import Subject
+from megatrain.plan.plans import require_tokens
 from megatrain.simulate import Rates
 from megatrain.tune.alternatives import Alternative, alternatives
 from megatrain.tune.calibration import Calibration, calibrate
@@ -63,6 +64,7 @@ def tune(
     micro-batch size, which sums gradients in another order. Raises ValueError where nothing fits.
     """
     require_knobs(knobs)
+    require_tokens(batch, sequence)
     model = model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
     machine = machine or detect()
     subject = Subject.of(model, config, batch=batch, sequence=sequence)
