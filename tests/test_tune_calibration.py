@@ -15,6 +15,7 @@ from megatrain.anatomy.excerpt import excerpt
 from megatrain.anatomy.load import from_config
 from megatrain.anatomy.meta import meta_model
 from megatrain.config import AdamWConfig, EngineConfig
+from megatrain.engine import DeviceMemoryError, StreamingEngine
 from megatrain.machine import describe
 from megatrain.plan import plan
 from megatrain.simulate import simulate
@@ -68,6 +69,18 @@ def test_two_layers_that_do_not_fit_are_not_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("megatrain.tune.calibration.detect", lambda: describe("small", host_bytes=10_000))
     with pytest.raises(ValueError, match=r"two layers of this model do not fit here, .* choose the settings .*RAM"):
         calibrate(meta_model(tiny_config(3)), CONFIG, batch=2, sequence=8)
+
+
+def test_a_micro_batch_for_which_the_device_lacks_memory_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = StreamingEngine.step
+
+    def step(engine: StreamingEngine, batch: dict[str, torch.Tensor], *more: Any) -> Any:
+        if len(batch["input_ids"]) > 2:
+            raise DeviceMemoryError("too large")
+        return train(engine, batch, *more)
+
+    monkeypatch.setattr(StreamingEngine, "step", step)
+    assert calibrate(meta_model(tiny_config(3)), CONFIG, batch=4, sequence=8).rows == (1, 2)
 
 
 def test_layers_that_are_not_trained_are_not_measured() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from megatrain.anatomy import base_of
 from megatrain.anatomy.excerpt import excerpt
 from megatrain.config import EngineConfig
-from megatrain.engine import StreamingEngine
+from megatrain.engine import DeviceMemoryError, StreamingEngine
 from megatrain.machine import Machine, detect
 from megatrain.plan import Plan, planned
 from megatrain.plan.needs import Subject
@@ -98,17 +98,24 @@ def _at_two_sizes(timed: _Timed, batch: int) -> tuple[Rates, tuple[int, ...]]:
     In turn, so that a busy neighbour meets both alike.
     """
     small = _Size(min(2, batch), 1)
-    small_s = _warm(timed, small)
-    rows = _largest(batch, lambda rows: rows * small_s / small.batch <= SLOWEST_S and timed.fits(rows))
-    large = _Size(rows, rows)
-    sizes = [small] if rows == 1 else [small, large]
-    round_s = small_s + (_warm(timed, large) if rows > 1 else 0.0)
-    for _ in range(min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(ROUNDS_S / round_s)))):
-        for size in sizes:
+    seconds = {small: _warm(timed, small)}
+    seconds |= _large(timed, batch, seconds[small] / small.batch)
+    for _ in range(min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(ROUNDS_S / sum(seconds.values()))))):
+        for size in seconds:
             timed.step(size)
-    found = [(timed.rates(size), timed.plan(size)) for size in sizes]
-    rates = found[0][0] if rows == 1 else through(*found[0], *found[1])
-    return rates, tuple(size.rows for size in sizes)
+    (rates, plan), *others = [(timed.rates(size), timed.plan(size)) for size in seconds]
+    for larger in others:
+        rates = through(rates, plan, *larger)
+    return rates, tuple(size.rows for size in seconds)
+
+
+def _large(timed: _Timed, batch: int, row_s: float) -> dict[_Size, float]:
+    """The largest micro-batch, of two sequences at least, that fits and takes no longer than is worth it."""
+    for rows in range(batch, 1, -1):
+        if not batch % rows and rows * row_s <= SLOWEST_S and timed.fits(rows):
+            with suppress(DeviceMemoryError):  # what kernels take is an estimate
+                return {_Size(rows, rows): _warm(timed, _Size(rows, rows))}
+    return {}
 
 
 def _warm(timed: _Timed, size: _Size) -> float:
@@ -117,11 +124,6 @@ def _warm(timed: _Timed, size: _Size) -> float:
     seconds = timed.step(size)
     timed.forget(size)
     return seconds
-
-
-def _largest(batch: int, suits: Callable[[int], bool]) -> int:
-    """The largest divisor of a batch that suits, or 1."""
-    return max([rows for rows in range(2, batch + 1) if not batch % rows and suits(rows)], default=1)
 
 
 @dataclass(frozen=True)

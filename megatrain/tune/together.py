@@ -21,6 +21,7 @@ from megatrain.lanes import Done, Label, Lanes, Stream, Work
 from megatrain.trace import Recorder, Span
 from megatrain.update import Hyperparameters, bytes_touched, update_layer
 
+PIECE_BYTES = 256 << 20  # of a copy, at most
 PERIOD_S = 0.15  # for which lanes are kept busy together
 MOST_PIECES = 100
 ALONE_PIECES = 4  # of which the first touches pages and wakes the link
@@ -41,7 +42,7 @@ class Sharing:
 
 
 def sharing(engine: StreamingEngine) -> Sharing:
-    """Measure an engine that is at rest; takes about half a second, and two layers' memory on the device."""
+    """Measure an engine that is at rest; takes about half a second, and two pieces' memory on the device."""
     recorder, device = Recorder(), torch.device("cpu" if engine.device_index is None else "cuda")
     lanes = Lanes.on(device, recorder)
     try:
@@ -66,12 +67,11 @@ def _works(engine: StreamingEngine, device: torch.device) -> dict[str, Work]:
     """By lane: a layer's weights in, its gradient out, AdamW over another; what has no bytes is left out."""
     layers = [host for _, host in engine.parts()[1:]]
     first, last = layers[0], layers[-1]
-    weights = torch.zeros(first.layout.nbytes, dtype=torch.uint8, device=device)
-    works: dict[str, Work] = {"h2d": partial(_copy, weights, first.weights)}
-    if first.layout.trained_nbytes:
-        assert first.gradient is not None
-        gradient = torch.zeros(first.layout.trained_nbytes, dtype=torch.uint8, device=device)
-        works["d2h"] = partial(_copy, first.gradient, gradient)
+    assert first.gradient is not None
+    weights, gradient = first.weights[:PIECE_BYTES], first.gradient[:PIECE_BYTES]
+    works: dict[str, Work] = {"h2d": partial(_copy, torch.zeros_like(weights, device=device), weights)}
+    if gradient.nbytes:
+        works["d2h"] = partial(_copy, gradient, torch.zeros_like(gradient, device=device))
     if last.layout.trained_nbytes:
         works["host"] = partial(_update, last)
     return works
