@@ -52,12 +52,14 @@ def test_one_sequence_is_timed_at_one_size() -> None:
 
 def test_the_model_stays_as_it_is() -> None:
     model = from_config(tiny_config(3), dtype=torch.float32)
+    drawn = torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     calibrate(model, CONFIG, batch=2, sequence=8)
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert model.config.num_hidden_layers == len(model.model.layers) == 3
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_adapters_are_measured_as_adapters() -> None:

@@ -52,7 +52,7 @@ def calibrate(model: Any, config: EngineConfig, *, batch: int, sequence: int) ->
     machine = detect()
     _require_layers(subject)
     _require_room(_plan(subject, alone, min(2, batch), 1, machine))
-    with StreamingEngine(part, alone) as engine:
+    with torch.random.fork_rng(), StreamingEngine(part, alone) as engine:  # dropout draws, and nobody is to notice
         timed = _Timed(engine, subject, alone, machine)
         rates, rows = _at_two_sizes(timed, batch)
         shared = sharing(engine)
