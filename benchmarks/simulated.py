@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -68,18 +69,20 @@ def plan_of(config: LlamaConfig, **choices: Any) -> Plan:
     return plan(config, engine, AdamWConfig(), batch=ROWS, sequence=SEQUENCE)
 
 
-def settings(pace: Plan, rates: Rates) -> dict[str, dict[str, Any]]:
+def throttled(pace: Plan, rates: Rates, load: float | None = None, update: float | None = None) -> Throttle:
     """Lanes on which a load, or an update, takes so many times as long as a layer's forward."""
     works = Works(pace)
     forward_s = rates.seconds(forward := Op(0, Kind.FORWARD, 0, 0), works.of(forward))
+    loaded, updated = (works.of(Op(0, kind, 0, slot=0)).nbytes for kind in (Kind.LOAD, Kind.UPDATE))
+    return Throttle(
+        link_bytes_per_s=None if load is None else loaded / (load * forward_s),
+        update_bytes_per_s=None if update is None else updated / (update * forward_s),
+    )
 
-    def throttle(load: float | None = None, update: float | None = None) -> Throttle:
-        loaded, updated = (works.of(Op(0, kind, 0, slot=0)).nbytes for kind in (Kind.LOAD, Kind.UPDATE))
-        return Throttle(
-            link_bytes_per_s=None if load is None else loaded / (load * forward_s),
-            update_bytes_per_s=None if update is None else updated / (update * forward_s),
-        )
 
+def settings(pace: Plan, rates: Rates) -> dict[str, dict[str, Any]]:
+    """Slow lanes, and what is done about them."""
+    throttle = partial(throttled, pace, rates)
     return {
         "as fast as it is": {},
         "load ½ forward": {"throttle": throttle(0.5)},

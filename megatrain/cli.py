@@ -98,6 +98,9 @@ def plan(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Also run its schedule on a clock: step time, what binds, each knob.")
     ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Choose depth, buffers, micro-batch and more by measuring, and say why.")
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="With --simulate: the simulated timeline, .json or .json.gz, for Perfetto.")
     ] = None,
@@ -127,10 +130,13 @@ def plan(
             raise ValueError("--trace writes a simulated timeline; add --simulate")
         if trace is not None:
             require_trace_name(trace)
-        described = _machine(machine, device_memory, host_memory, rates=simulate)
+        described = _machine(machine, device_memory, host_memory, rates=simulate or tune)
+        rates = None
+        if tune:
+            config, rates = _print_tuned(model, lora, config, optimizer, described, batch, sequence)
         planned = _print_plan(model, lora, config, optimizer, described, batch, sequence)
         if simulate:
-            _print_simulation(planned, trace)
+            _print_simulation(planned, trace, rates)
     except ValueError as error:
         typer.echo(f"Error: {str(error).splitlines()[0]}", err=True)  # transformers may list all its models after it
         raise typer.Exit(WRONG_USE) from None
@@ -304,24 +310,47 @@ def _in_words(error: Exception) -> str:
 def _print_plan(
     name: str, lora: int | None, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int
 ) -> Plan:
-    from megatrain.anatomy.presets import named_config
     from megatrain.plan import plan as plan_run
 
-    model = named_config(name) if lora is None else _adapted(name, lora)
-    planned = plan_run(model, config, optimizer, batch=batch, sequence=sequence, machine=machine)
+    planned = plan_run(_model(name, lora), config, optimizer, batch=batch, sequence=sequence, machine=machine)
     typer.echo(str(planned))
     return planned
 
 
-def _print_simulation(planned: Plan, trace: Path | None) -> None:
+def _print_tuned(
+    name: str, lora: int | None, config: Any, optimizer: Any, machine: Machine, batch: int, sequence: int
+) -> tuple[Any, Any]:
+    """Choose; by data sheets for a machine that is not here. Returns the configuration, and the rates."""
+    from megatrain.shapes import require_agreement
+    from megatrain.simulate import Rates
+    from megatrain.tune import NothingFitsError, table, tune
+
+    require_agreement(config, optimizer)
+    rates = Rates.of(machine) if machine.data_sheets else None
+    try:
+        tuned = tune(_model(name, lora), config, batch=batch, sequence=sequence, machine=machine, rates=rates)
+    except NothingFitsError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(DOES_NOT_FIT) from None
+    typer.echo("\n".join([*tuned.summary, "", *table(tuned.candidates, batch * sequence), ""]))
+    return tuned.config, tuned.rates
+
+
+def _print_simulation(planned: Plan, trace: Path | None, rates: Any = None) -> None:
     from megatrain.simulate import report, simulate
     from megatrain.trace import write_chrome_trace
 
-    simulated = simulate(planned)
+    simulated = simulate(planned, rates)
     typer.echo("\n" + report(simulated))
     if trace is not None:
         write_chrome_trace(trace, simulated.recorder)
         typer.echo(f"\nthe simulated timeline is in {trace}")
+
+
+def _model(name: str, lora: int | None) -> Any:
+    from megatrain.anatomy.presets import named_config
+
+    return named_config(name) if lora is None else _adapted(name, lora)
 
 
 def _adapted(name: str, rank: int) -> Any:

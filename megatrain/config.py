@@ -14,6 +14,9 @@ Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
 Placement = Literal["auto", "none"]
+Knob = Literal[
+    "micro_batch_size", "offload_activations", "prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers"
+]
 SinkName = Literal["tensorboard", "wandb"]
 
 

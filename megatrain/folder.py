@@ -50,6 +50,7 @@ class RunFolder:
         self.trace = self.path / "trace.json.gz"
         self.settings = self.path / "settings.yaml"  # what it was asked to do, every default written out
         self.environment = self.path / "environment.txt"  # with which versions
+        self.tuning = self.path / "tuning.json"  # how settings that it left open were chosen
         self.data = self.path / "data.json"  # what became of the records that it was given
         self.checkpoints = self.path / "checkpoints"  # stay where they are only for a run that resumes
         self.tensorboard = self.path / "tensorboard"  # likewise
@@ -73,7 +74,7 @@ class RunFolder:
     def records(self) -> list[Path]:
         """What a run leaves behind and the next one would overwrite, as far as it exists; run.json comes last."""
         said = [self.status_file, self.log, self.metrics, self.memory, self.markers, self.evaluations, self.samples]
-        paths = [*said, self.data, self.model, self.trace, *map(self.segment, self.segments()), self.run]
+        paths = [*said, self.tuning, self.data, self.model, self.trace, *map(self.segment, self.segments()), self.run]
         return [path for path in paths if path.exists()]
 
     # ---- the run's side ----
@@ -114,6 +115,10 @@ class RunFolder:
     def write_data(self, about: dict[str, Any]) -> None:
         """Leave what the run is trained on, and what became of the records it was given."""
         self._write(self.data, about)
+
+    def write_tuning(self, about: object) -> None:
+        """Leave how settings were chosen: what was measured, the candidates, and the reasons in words."""
+        self._write(self.tuning, to_plain(about))
 
     def data_told(self) -> str:
         """What became of the records that the run was given, in words, without zeros; empty where it does not say."""

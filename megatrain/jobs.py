@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import random
 import sys
@@ -16,10 +17,12 @@ import torch
 
 from megatrain.anatomy.adapters import add_lora, merged
 from megatrain.anatomy.load import from_config, load_model, load_tokenizer, without_dropout
+from megatrain.anatomy.meta import meta_model
 from megatrain.anatomy.presets import named_config
 from megatrain.changes import changes_since_checkpoint
 from megatrain.checkpoint import Keep, restore
 from megatrain.checkpoint.store import Checkpoints
+from megatrain.config import EngineConfig
 from megatrain.data import (
     PLAIN_CHAT_TEMPLATE,
     Batches,
@@ -41,8 +44,12 @@ from megatrain.plain import to_plain
 from megatrain.recipes import GRPO
 from megatrain.run import Evaluating, LearningRate, TrainingRun, cosine_schedule
 from megatrain.settings import Settings, dump_settings, settings_of
+from megatrain.shapes import require_agreement
 from megatrain.sinks import require_sinks
 from megatrain.trace import write_atomically
+from megatrain.tune import KNOBS, Tuned, tune
+
+log = logging.getLogger("megatrain")
 
 PACKAGES = ("megatrain", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 
@@ -56,9 +63,12 @@ def make_engine(settings: Settings) -> StreamingEngine:
         model = add_lora(model, settings.lora.options, seed=settings.run.seed)
     if settings.recipe.disable_dropout:
         without_dropout(model)
+    return StreamingEngine(model, _engine_config(settings), settings.optimizer)
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
     second = settings.recipe.needs_reference and settings.lora is None  # adapters can be switched off instead
-    config = replace(settings.engine, keep_reference=True) if second else settings.engine
-    return StreamingEngine(model, config, settings.optimizer)
+    return replace(settings.engine, keep_reference=True) if second else settings.engine
 
 
 def _make_model(settings: Settings) -> Any:
@@ -184,6 +194,7 @@ def make_run(
         settings.recipe.functions()
     if resume:
         changes_since_checkpoint(settings)
+    settings, _ = settle(settings)
     batches = partial(make_batches, settings) if process else make_batches(settings)
     return TrainingRun(
         partial(make_engine, settings) if process else make_engine(settings),
@@ -204,9 +215,50 @@ def make_run(
     )
 
 
-def note_settings(settings: Settings) -> None:
-    """Leave in the run's folder what it was asked to do, and with which versions."""
+def settle(settings: Settings) -> tuple[Settings, Tuned | None]:
+    """The settings with what they leave to be chosen (`tune`), and how it was; None where nothing is."""
+    if not settings.tune:
+        return settings, None
+    require_agreement(settings.engine, settings.optimizer)
+    knobs = list(KNOBS) if settings.tune == "all" else settings.tune
+    rows, tokens = _step_shape(settings)
+    tuned = tune(_without_values(settings), _engine_config(settings), batch=rows, sequence=tokens, knobs=knobs)
+    for reason in tuned.reasons:
+        log.info("%s", reason)
+    chosen: dict[str, Any] = {knob: getattr(tuned.config, knob) for knob in knobs}
+    return replace(settings, engine=replace(settings.engine, **chosen), tune=[]), tuned
+
+
+def _without_values(settings: Settings) -> Any:
+    """The model's shapes on the meta device: nothing is loaded to be measured."""
+    if settings.model.trust_remote_code:
+        raise ValueError(
+            "tune measures a copy of the model made of its configuration, which one that brings its own code "
+            "(model.trust_remote_code) does not allow; set the knobs in engine: instead"
+        )
+    model = meta_model(named_config(settings.model.name), settings.recipe.outputs)
+    if settings.recipe.outputs is not None and model.config.pad_token_id is None:
+        model.config.pad_token_id = 0  # any will do
+    if settings.lora is not None:
+        model = add_lora(model, settings.lora.options)
+    if settings.recipe.disable_dropout:
+        without_dropout(model)
+    return model
+
+
+def _step_shape(settings: Settings) -> tuple[int, int]:
+    """Sequences of a step, and tokens of the longest."""
+    data, recipe = settings.data, settings.recipe
+    if isinstance(recipe, GRPO):
+        return data.batch * recipe.num_generations, data.sequence + recipe.max_completion_length
+    return data.batch * (2 if recipe.reads == "pairs" else 1), data.sequence
+
+
+def note_settings(settings: Settings, tuned: Tuned | None = None) -> None:
+    """Leave in the run's folder what it was asked to do, how settings were chosen, and with which versions."""
     folder = RunFolder(settings.run.folder)
+    if tuned is not None:
+        folder.write_tuning({"reasons": tuned.reasons, "rates": tuned.rates, "candidates": tuned.candidates})
     names = PACKAGES if settings.lora is None else (*PACKAGES, "peft")
     versions = [f"{name}=={metadata.version(name)}" for name in names]
     about = [f"# Python {sys.version.split()[0]}, {platform.platform()}", *versions]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
-from megatrain.config import AdamWConfig, EngineConfig, SinkName
+from megatrain.config import AdamWConfig, EngineConfig, Knob, SinkName
 from megatrain.folder import RunFolder
 from megatrain.plain import to_plain
 from megatrain.recipes import SFT, Pretrain, Recipe
@@ -166,12 +166,17 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run. recipe: what a step is. lora: None trains all weights. evaluation: None looks at no other data."""
+    """A whole run. recipe: what a step is. lora: None trains all weights. evaluation: None looks at no other data.
+
+    tune: knobs of `engine` that are chosen by measuring before the run begins, whatever `engine` says of them.
+    `engine: auto` stands for all of them, and the defaults of everything else.
+    """
 
     model: ModelSettings
     data: DataSettings
     run: RunSettings
     engine: EngineConfig = field(default_factory=EngineConfig)
+    tune: Literal["all"] | list[Knob] = field(default_factory=list)
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     lora: LoraSettings | None = None
     evaluation: EvaluationSettings | None = None
@@ -185,9 +190,17 @@ class Settings:
 def load_settings(path: str | Path, changes: Iterable[str] = ()) -> Settings:
     """Read a YAML file, then apply changes such as "engine.prefetch_depth=2"; SettingsError for what is not right."""
     values = _read(Path(path))
+    _spell_out(values)
     for change in changes:
         _apply(values, change)
+        _spell_out(values)
     return _settings(values, str(path))
+
+
+def _spell_out(values: dict[str, Any]) -> None:
+    """`engine: auto`, so that further keys of `engine` may follow."""
+    if values.get("engine") == "auto":
+        values |= {"engine": {}, "tune": "all"}
 
 
 def dump_settings(settings: Settings) -> str:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatrain.changes import changes_since_checkpoint
 from megatrain.engine import StepResult
 from megatrain.folder import RunFolder
-from megatrain.jobs import complete_model, make_run, note_settings
+from megatrain.jobs import complete_model, make_run, note_settings, settle
 from megatrain.report import RunState
 from megatrain.run import TrainingRun
 from megatrain.settings import Settings
@@ -104,11 +104,12 @@ def _logging_to(progress: Progress) -> Iterator[None]:
 
 
 def _train(settings: Settings, progress: Progress, *, resume: bool) -> int:
+    settings, tuned = settle(settings)
     changes = changes_since_checkpoint(settings) if resume else None  # from which it goes on; soon there are newer ones
     run = make_run(settings, resume=resume, on_step=progress.step)
     try:
         run.start()
-        note_settings(settings)
+        note_settings(settings, tuned)
         progress.say(f"data: {RunFolder(settings.run.folder).data_told()}")
         done = run.status().steps_done
         if resume:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    auto,
     cpu,
     dashboard_overhead,
     gpu,
@@ -474,3 +475,19 @@ def test_a_lever_that_changes_the_losses_fails_the_run() -> None:
 def test_pages_of_both_kinds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pages.main(["--megabytes", "1", "--rounds", "1"])
     assert "huge pages" in capsys.readouterr().out
+
+
+# ---- tuned beside hand settings ----
+
+
+def test_every_regime_is_tuned_and_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto.main(["--tiny", "--out", str(tmp_path / "auto.json")])
+    found = json.loads((tmp_path / "auto.json").read_text())
+    assert list(found) == list(auto.REGIMES)
+    for regime in found.values():
+        names = [each["name"] for each in regime["settings"]]
+        assert auto.TUNED in names
+        assert len(names) > auto.FINALISTS
+        assert sum(each["final_s"] is not None for each in regime["settings"]) == 1 + auto.FINALISTS
+        assert regime["tuned ÷ best by hand"] > 0
+    assert "of the best by hand" in capsys.readouterr().out

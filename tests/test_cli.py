@@ -118,6 +118,34 @@ def test_this_machine_is_measured_to_be_simulated() -> None:
     assert "measured rates; no run has confirmed it" in result.output
 
 
+def test_settings_are_chosen_by_measuring_this_machine(tmp_path: Path) -> None:
+    LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
+    ).save_pretrained(tmp_path)
+    result = invoke(
+        *("plan", str(tmp_path), "--tune", "--simulate", "--dtype", "float32", "--batch", "2", "--sequence", "16")
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("measured in ")
+    assert "chosen: micro_batch_size=" in result.output
+    assert "one knob turned                   step   tokens/s     memory\nchosen " in result.output
+    assert "prefetch_depth=2" in result.output
+    assert "it fits" in result.output
+    assert "simulated step: " in result.output
+
+
+def test_settings_for_a_described_machine_are_chosen_by_its_data_sheet() -> None:
+    result = invoke("plan", "llama-8b", "--machine", "gh200", "--tune", "--batch", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("by the rates given: ")
+
+
+def test_settings_that_cannot_fit_are_no_wrong_use() -> None:
+    result = invoke("plan", "dense-120b", "--machine", "rtx-4090", "--tune", "--batch", "2")
+    assert result.exit_code == 1
+    assert "Error: no setting fits; the nearest is micro_batch_size=" in result.output
+
+
 def test_a_timeline_that_cannot_be_written_is_no_wrong_use(tmp_path: Path) -> None:
     result = invoke("plan", "llama-8b", "--machine", "h200", "--simulate", "--trace", str(tmp_path / "no" / "t.json"))
     assert result.exit_code == 1

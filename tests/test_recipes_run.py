@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from examples.make_inputs import main as make_inputs
 from megatrain.anatomy.load import without_dropout
-from megatrain.jobs import make_batches, make_engine, make_run
+from megatrain.jobs import make_batches, make_engine, make_run, settle
 from megatrain.recipes import DPO, GRPO, SFT, Reward
 from megatrain.settings import Settings, SettingsError, dump_settings, load_settings
 
@@ -119,6 +120,25 @@ def test_a_reference_is_kept_where_it_is_asked(inputs: Path, tmp_path: Path) -> 
     for recipe, kept in (({"name": "dpo"}, True), ({**GRPO_RECIPE, "beta": 0.0}, False), ({"name": "sft"}, False)):
         with make_engine(settings_for(inputs, tmp_path, recipe, "pairs.jsonl")) as engine:
             assert engine.config.keep_reference == kept
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "rows", "tokens"),
+    [
+        ({"name": "reward"}, {"source": "pairs.jsonl"}, 2 * 4, 64),
+        (GRPO_RECIPE, {"source": "prompts.jsonl", "format": "prompt"}, 3 * 4, 64 + 5),
+    ],
+    ids=["reward", "grpo"],
+)
+def test_settings_are_chosen_for_what_a_step_of_the_recipe_trains(
+    recipe: dict[str, object], data: dict[str, object], rows: int, tokens: int, inputs: Path, tmp_path: Path
+) -> None:
+    open_settings = replace(settings_for(inputs, tmp_path, recipe, **data), tune=["grad_buffers"])  # type: ignore[arg-type]
+    settings, tuned = settle(open_settings)
+    assert tuned is not None
+    assert (tuned.plan.subject.batch, tuned.plan.subject.sequence) == (rows, tokens)
+    assert settings.engine == replace(open_settings.engine, grad_buffers=tuned.plan.needs.knobs.grad_buffers)
+    assert settle(settings) == (settings, None)
 
 
 def test_data_of_another_kind_is_refused(inputs: Path, tmp_path: Path) -> None:

@@ -50,6 +50,22 @@ def test_everything_can_be_said_and_comes_back(tmp_path: Path) -> None:
     assert again == settings
 
 
+def test_an_engine_that_is_to_be_chosen(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, {**LEAST, "engine": "auto"}))
+    assert (settings.engine, settings.tune) == (EngineConfig(), "all")
+    further = load_settings(written(tmp_path, {**LEAST, "engine": "auto"}), ["engine.dtype=float32"])
+    assert (further.engine.dtype, further.tune) == ("float32", "all")
+    assert load_settings(written(tmp_path, LEAST), ["engine=auto"]).tune == "all"
+    assert load_settings(written(tmp_path, dump_settings(settings))) == settings
+
+
+def test_single_knobs_can_be_left_to_be_chosen(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, {**LEAST, "tune": ["prefetch_depth"], "engine": {"grad_buffers": 3}}))
+    assert (settings.tune, settings.engine.grad_buffers) == (["prefetch_depth"], 3)
+    with pytest.raises(SettingsError, match=r"tune.*should be 'micro_batch_size', .*got 'dtype'"):
+        load_settings(written(tmp_path, {**LEAST, "tune": ["dtype"]}))
+
+
 def test_a_name_that_looks_like_a_number_stays_a_name(tmp_path: Path) -> None:
     settings = load_settings(written(tmp_path, LEAST), ["run.folder='1e5'", "model.name='-3E+2'"])
     again = load_settings(written(tmp_path, dump_settings(settings)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from megatrain.machine import H200_1_5TB
 from megatrain.plan import Plan, plan
 from megatrain.remote import RunUnreachableError
 from megatrain.report import RunState
-from megatrain.schedule import Kind
+from megatrain.schedule import Kind, Op
 from megatrain.simulate import learned, measure, simulate
 from megatrain.simulate.play import Played, play
-from megatrain.simulate.work import Works, step_flops
+from megatrain.simulate.work import Work, Works, step_flops
 
 BY_HAND = seconds(
     load_shell=1, load=2, record=1, forward=3, head=2, backward_shell=1, backward=6, norm=1, unload_shell=1, unload=2,
@@ -297,3 +298,19 @@ def test_a_plan_without_a_machine_needs_rates() -> None:
 def test_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match="steps must be a whole number ≥ 1; got 0"):
         simulate(tiny_plan(2), rates(), steps=0)
+
+
+# ---- what an operation takes whatever its size ----
+
+
+def test_seconds_grow_from_what_launching_takes() -> None:
+    found = rates(flops=100.0, launch_s={"forward": 2.0, "backward": 7.0}, shell_bytes_per_s={"record": 10.0})
+    found = replace(found, fixed_s={"record": 1.0, "norm": 3.0})
+    assert found.seconds(Op(0, Kind.FORWARD, 0, 0), Work(flops=500.0)) == 7
+    assert found.seconds(Op(0, Kind.BACKWARD, 0, 0), Work(flops=500.0)) == 12
+    assert found.seconds(Op(0, Kind.BACKWARD, 0, 0, graph=True), Work(flops=500.0)) == 10  # nothing is recomputed
+    assert found.seconds(Op(0, Kind.RECORD, None, 0), Work(device_bytes=20)) == 3
+    assert found.seconds(Op(0, Kind.NORM), Work(device_bytes=20)) == 3
+    twice = found.faster("compute", 2)
+    assert twice.seconds(Op(0, Kind.FORWARD, 0, 0), Work(flops=500.0)) == 3.5
+    assert twice.seconds(Op(0, Kind.RECORD, None, 0), Work(device_bytes=20)) == 1.5

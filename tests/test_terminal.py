@@ -324,3 +324,24 @@ def test_wrong_use_is_told_in_a_line(
     output = megatrain(*filled, expected=code)
     assert said in output
     assert "Traceback" not in output
+
+
+def test_settings_that_are_left_open_are_chosen_once_and_told(workplace: Path, tmp_path: Path) -> None:
+    file = settings_file(workplace, tmp_path / "run", steps=2)
+    said = megatrain("train", file, "tune=all")
+    assert "measured in " in said
+    assert "chosen: micro_batch_size=" in said
+    kept = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())
+    assert kept["tune"] == []
+    assert kept["engine"]["micro_batch_size"] in (1, 2, 4)
+    tuning = json.loads((tmp_path / "run" / "tuning.json").read_text())
+    assert any(reason.startswith("chosen: ") for reason in tuning["reasons"])
+    assert tuning["candidates"][0]["knob"] is None
+    assert tuning["rates"]["flops_per_s"]["forward"] > 0
+    assert "measured in" not in megatrain("resume", tmp_path / "run")
+
+
+def test_a_model_with_code_of_its_own_is_not_measured(workplace: Path, tmp_path: Path) -> None:
+    file = settings_file(workplace, tmp_path / "run")
+    said = megatrain("train", file, "engine=auto", "model.trust_remote_code=true", expected=2)
+    assert "which one that brings its own code (model.trust_remote_code) does not allow" in said

@@ -97,8 +97,25 @@ def test_waiting_for_a_load_that_began_late() -> None:
 
 
 def test_waiting_for_a_load_that_waited_for_its_update() -> None:
-    spans = [FORWARD_0, FORWARD_1, span("host", "update", 1, 1, 5), span("h2d", "load", 1, 5, 8)]
+    spans = [FORWARD_0, FORWARD_1, span("host", "update", 1, 3, 5), span("h2d", "load", 1, 5, 8)]
     assert causes(spans, 0, 9) == [("optimizer", 2, 5), ("weights", 5, 8)]
+
+
+def test_waiting_for_a_load_at_the_pace_of_updates() -> None:
+    spans = [FORWARD_0, FORWARD_1, span("host", "update", 1, 1, 5), span("h2d", "load", 1, 5, 8)]
+    assert causes(spans, 0, 9) == [("optimizer", 2, 8)]
+
+
+def test_a_load_that_found_its_lane_busy_waited_for_that() -> None:
+    before = [FORWARD_0, FORWARD_1, span("host", "update", 1, 1, 5)]
+    busy = [*before, span("h2d", "load", 0, 4, 6), span("h2d", "load", 1, 6, 8)]
+    assert causes(busy, 0, 9) == [("optimizer", 2, 5), ("weights", 5, 8)]
+
+
+def test_a_load_that_waited_for_its_slot_waited_for_that() -> None:
+    forward_0 = span("compute", "forward", 0, 0, 6)
+    spans = [forward_0, FORWARD_1, span("host", "update", 1, 1, 5), span("h2d", "load", 1, 6, 8)]
+    assert causes(spans, 0, 9) == [("weights", 6, 8)]
 
 
 def test_the_update_of_another_layer_is_no_cause() -> None:

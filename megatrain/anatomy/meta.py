@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 PROBE_TOKENS = 4
 
 
-def meta_model(config: Any) -> Any:
-    """A causal LM in training mode with all shapes and no values; takes a second, whatever its size."""
+def meta_model(config: Any, outputs: int | None = None) -> Any:
+    """A causal LM in training mode with all shapes and no values; takes a second, whatever its size.
+
+    outputs: a classifier instead, with so many numbers per sequence.
+    """
+    config, kind = copy.deepcopy(config), AutoModelForCausalLM
+    if outputs is not None:
+        config.num_labels, kind = outputs, AutoModelForSequenceClassification
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False).train()
+        return kind.from_config(config, trust_remote_code=False).train()
 
 
 class _Seen(Exception):  # noqa: N818 - not an error

@@ -103,12 +103,17 @@ def plan(
     Allocates nothing. machine: what it must fit; None = any, so only the needs are worked out. Raises ValueError
     for a model that cannot be streamed or a batch without tokens; what merely does not fit is in `problems`.
     """
-    for name, value in (("batch", batch), ("sequence", sequence)):
-        if value < 1:
-            raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
+    require_tokens(batch, sequence)
     require_agreement(engine_config, optimizer)
     model = model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
     return planned(Subject.of(model, engine_config, batch=batch, sequence=sequence), engine_config, machine)
+
+
+def require_tokens(batch: int, sequence: int) -> None:
+    """Raise ValueError for a batch without tokens."""
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
 
 
 def planned(subject: Subject, config: EngineConfig, machine: Machine | None) -> Plan:

@@ -1,7 +1,7 @@
 """What binds: each resource is made twice as fast in turn, and the one that shortens a step most is it.
 
-Note: why not what compute waited for. Where updates are slow, compute waits for weights whose load could only begin
-after an update: a wait says what was late last, not what to make faster.
+Note: why not what compute waited for. A wait says what was late last, not what to make faster: a load may have been
+late because of an update, an update because of the one before.
 """
 
 from __future__ import annotations

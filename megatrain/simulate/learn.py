@@ -55,7 +55,8 @@ def learned(plan: Plan, spans: Iterable[Span]) -> Rates:
             fixed_s[span.op].append(seconds)
         elif span.op in BYTES and span.layer is not SHELL:
             bytes_per_s[BYTES[span.op]].append(span.nbytes / seconds)
-    return Rates(**_medians(bytes_per_s), flops_per_s=_medians(flops_per_s), fixed_s=_medians(fixed_s))
+    lanes: dict[str, Any] = _medians(bytes_per_s)
+    return Rates(**lanes, flops_per_s=_medians(flops_per_s), fixed_s=_medians(fixed_s))
 
 
 class _Lists(defaultdict[str, list[float]]):

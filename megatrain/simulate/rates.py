@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.config import Throttle
 from megatrain.machine import Machine
-from megatrain.schedule import SHELL, Op
+from megatrain.schedule import SHELL, Kind, Op
 from megatrain.simulate.work import Work
 
 # Note: what is reached of a data sheet
@@ -25,9 +25,10 @@ RESOURCES = ("compute", "the link", "the optimizer")
 class Rates:
     """Per second of each lane when it works alone.
 
-    flops_per_s: of compute, by operation ("forward", "backward", "head"). device_memory_bytes_per_s: what compute
-    reads and writes on the device takes at least so long. fixed_s: seconds of an operation on the shell ("record",
-    "backward", "norm") whatever its size.
+    flops_per_s: of compute, by operation ("forward", "backward", "head"). launch_s: seconds that each of these takes
+    besides, whatever its size; below zero where a small one computes at a higher rate than a large one.
+    device_memory_bytes_per_s: what compute reads and writes on the device takes at least so long. fixed_s: seconds of
+    an operation on the shell ("record", "backward", "norm") whatever its size; shell_bytes_per_s: what is on top.
     both_ways: share of its rate that a link keeps each way while both are in use.
     host_memory_bytes_per_s: what both ways of the link and AdamW share; None = they do not meet.
     """
@@ -37,7 +38,9 @@ class Rates:
     adamw_bytes_per_s: float
     flops_per_s: Mapping[str, float]
     device_memory_bytes_per_s: float = inf
+    launch_s: Mapping[str, float] = field(default_factory=dict)
     fixed_s: Mapping[str, float] = field(default_factory=dict)
+    shell_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     both_ways: float = 1.0
     host_memory_bytes_per_s: float | None = None
 
@@ -84,7 +87,9 @@ class Rates:
             "compute": {
                 "flops_per_s": {kind: rate * times for kind, rate in self.flops_per_s.items()},
                 "device_memory_bytes_per_s": self.device_memory_bytes_per_s * times,
+                "launch_s": {kind: seconds / times for kind, seconds in self.launch_s.items()},
                 "fixed_s": {kind: seconds / times for kind, seconds in self.fixed_s.items()},
+                "shell_bytes_per_s": {kind: rate * times for kind, rate in self.shell_bytes_per_s.items()},
             },
         }
         return replace(self, **changes[resource])
@@ -95,9 +100,14 @@ class Rates:
             return work.nbytes / self.lanes_bytes_per_s[op.lane]
         kind = op.kind.value
         if op.layer is SHELL and kind in self.fixed_s:
-            return self.fixed_s[kind]
-        products_s = work.flops / self.flops_per_s[kind] if work.flops else 0.0
+            return max(0.0, self.fixed_s[kind] + work.device_bytes / self.shell_bytes_per_s.get(kind, inf))
+        products_s = work.flops / self.flops_per_s[kind] + self._launched_s(op) if work.flops else 0.0
         return max(products_s, work.device_bytes / self.device_memory_bytes_per_s)
+
+    def _launched_s(self, op: Op) -> float:
+        """With a graph that was kept, backward does without its recompute, which is launched as a forward is."""
+        recompute_s = self.launch_s.get("forward", 0.0) if op.graph else 0.0
+        return self.launch_s.get(op.kind.value, 0.0) - (recompute_s if op.kind is Kind.BACKWARD else 0.0)
 
     @cached_property
     def lanes_bytes_per_s(self) -> dict[str, float]:

@@ -35,13 +35,18 @@ def summary(simulated: Simulated) -> list[str]:
 
 def sentence(found: Bounds, settings: Sequence[Setting]) -> str:
     """Return what binds and what to turn."""
+    return f"{binding(found)} {_turn(found, settings)}"
+
+
+def binding(found: Bounds) -> str:
+    """Return what binds, with the time of a step where each resource is twice as fast."""
     resource = found.resource
     if resource is None:
-        return f"Nothing binds alone: no resource twice as fast shortens a step. {_turn(found, settings)}"
+        return "Nothing binds alone: no resource twice as fast shortens a step."
     others = [f"{name} {milliseconds(s)}" for name, s in found.faster_s.items() if name != resource]
     return (
         f"{resource.capitalize()} binds: twice as fast, a step would take {milliseconds(found.faster_s[resource])} "
-        f"instead of {milliseconds(found.step_s)} ({', '.join(others)}). {_turn(found, settings)}"
+        f"instead of {milliseconds(found.step_s)} ({', '.join(others)})."
     )
 
 

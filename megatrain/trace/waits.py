@@ -2,7 +2,9 @@
 
 Note: how a cause is found. A gap ends where a compute span starts. That span needed, in this order,
   1. the update of its layer, because a layer is loaded only after it: up to its end the cause is "optimizer";
-  2. the load of its layer: up to its end "weights", whether it was in progress or had not begun;
+  2. the load of its layer: up to its end "weights", whether it was in progress or had not begun; but "optimizer" where
+     it began as soon as a longer update was over: then loads follow each other at the pace of updates, and a faster
+     link would only wait longer;
   3. for a backward a free gradient buffer, and a saved input where those are kept on the host: up to the end of
      the last unload or fetch that ended in the gap, "gradient buffer" or "saved inputs".
 Before all that, "paused" is what the run's user held.
@@ -19,12 +21,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.trace.intervals import busy, gaps
-from megatrain.trace.records import Op, Span
+from megatrain.trace.records import Lane, Op, Span
 
 WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "paused", "other"]
 
 CLOCK_SLACK_S: Final = 20e-6  # a lane may read the clock this long after it let the next one go
 ANY_LAYER: Final = -1
+
+Key = tuple[Op | Lane, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +75,28 @@ def _explain(
 
 
 class _Ends:
-    """When spans ended, per op and layer; those that outlast the window end with it."""
+    """When spans ended, per op and layer, and per lane; those that outlast the window end with it."""
 
     def __init__(self, spans: Iterable[Span], window_end_s: float) -> None:
-        self._ends: dict[tuple[Op, int | None], list[float]] = defaultdict(list)
+        self._ends: dict[Key, list[float]] = defaultdict(list)
+        self._spans: dict[Key, list[Span]] = defaultdict(list)
         for end_s, span in sorted(((min(s.end_s, window_end_s), s) for s in spans), key=lambda pair: pair[0]):
-            self._ends[span.op, span.layer].append(end_s)
-            self._ends[span.op, ANY_LAYER].append(end_s)
+            for key in ((span.op, span.layer), (span.op, ANY_LAYER), (span.lane, ANY_LAYER)):
+                self._ends[key].append(end_s)
+                self._spans[key].append(span)
 
-    def last(self, op: Op, layer: int | None, until_s: float) -> float:
+    def last(self, what: Op | Lane, layer: int | None, until_s: float) -> float:
         """Return the last end at `until_s` or before; minus infinity where there is none."""
-        ends = self._ends.get((op, layer), [])
-        index = bisect_right(ends, until_s + CLOCK_SLACK_S)
-        return ends[index - 1] if index else float("-inf")
+        index = self._index((what, layer), until_s)
+        return self._ends[what, layer][index] if index >= 0 else float("-inf")
+
+    def last_span(self, what: Op, layer: int | None, until_s: float) -> Span | None:
+        """Return the span that ended last at `until_s` or before."""
+        index = self._index((what, layer), until_s)
+        return self._spans[what, layer][index] if index >= 0 else None
+
+    def _index(self, key: Key, until_s: float) -> int:
+        return bisect_right(self._ends.get(key, []), until_s + CLOCK_SLACK_S) - 1
 
 
 def _split(start_s: float, end_s: float, following: Span | None, ends: _Ends) -> Iterator[Wait]:
@@ -102,11 +115,25 @@ def _blockers(following: Span | None, gap_end_s: float, ends: _Ends) -> list[tup
             ("gradient buffer", ends.last("unload", ANY_LAYER, gap_end_s)),
             ("optimizer", ends.last("update", ANY_LAYER, gap_end_s)),
         ]
+    load_end_s = ends.last("load", following.layer, gap_end_s)
     blockers: list[tuple[WaitCause, float]] = [
         ("optimizer", ends.last("update", following.layer, gap_end_s)),
-        ("weights", ends.last("load", following.layer, gap_end_s)),
+        ("weights", load_end_s),
     ]
+    if _at_the_pace_of_updates(following.layer, gap_end_s, ends):
+        blockers = [("optimizer", load_end_s)]
     if following.op == "backward":
         blockers.append(("gradient buffer", ends.last("unload", ANY_LAYER, gap_end_s)))
         blockers.append(("saved inputs", ends.last("fetch", following.layer, gap_end_s)))
     return blockers
+
+
+def _at_the_pace_of_updates(layer: int | None, until_s: float, ends: _Ends) -> bool:
+    """Whether a layer's load had to wait for its update, and for nothing after that, and the update took longer."""
+    load = ends.last_span("load", layer, until_s)
+    update = None if load is None else ends.last_span("update", layer, load.start_s)
+    if load is None or update is None or update.end_s - update.start_s <= load.end_s - load.start_s:
+        return False
+    lane_free_s = ends.last("h2d", ANY_LAYER, load.start_s)
+    slot_free_s = ends.last("compute", ANY_LAYER, load.start_s)
+    return update.end_s >= max(lane_free_s, slot_free_s)
