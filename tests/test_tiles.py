@@ -76,6 +76,12 @@ def test_kept_graphs_find_their_weights_where_they_lie_by_then(depth: int) -> No
     require_same(outcome(build("llama"), batches, ADAMW, kept_graphs=99, **options), expected)
 
 
+def test_kept_attention_beside_tiles() -> None:
+    batches = batches_for(build("llama"))
+    expected = outcome(build("llama"), batches, ADAMW, tile_tokens=TILE)
+    require_close(outcome(build("llama"), batches, ADAMW, tile_tokens=TILE, keep_attention=True), expected, 2e-6)
+
+
 def test_frozen_parts_get_no_gradient() -> None:
     def model() -> Any:
         made = build("llama")
