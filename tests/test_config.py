@@ -18,6 +18,7 @@ ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("resident_layers", r'resident_layers must be a whole number ≥ 0 or "auto"', [-1, 0.5, True, "all", None]),
     ("kept_graphs", r'kept_graphs must be a whole number ≥ 0 or "auto"', [-1, 0.5, True, "all", None]),
     ("offload_activations", r'offload_activations must be True, False or "auto"', [1, "yes", None]),
+    ("keep_attention", r'keep_attention must be True, False or "auto"', [1, "yes", None]),
     ("loss_chunk_tokens", r"loss_chunk_tokens must be a whole number ≥ 1", [0, -5, 1e3, True, None]),
     ("tile_tokens", r"tile_tokens must be a whole number ≥ 1, or None", [0, -5, 1e3, True]),
     ("compile", r"compile must be True or False", [1, None, "yes"]),
@@ -47,6 +48,7 @@ ENGINE_ALLOWED: dict[str, list[object]] = {
     "resident_layers": ["auto", 0, 12],
     "kept_graphs": ["auto", 0, 12],
     "offload_activations": ["auto", True, False],
+    "keep_attention": ["auto", True, False],
     "loss_chunk_tokens": [1, 1 << 20],
     "tile_tokens": [None, 1, 4096],
     "compile": [True, False],
@@ -101,6 +103,11 @@ def test_engine_value(field: str, value: Any) -> None:
 @pytest.mark.parametrize(("field", "value"), allowed(ADAMW_ALLOWED))
 def test_adamw_value(field: str, value: Any) -> None:
     assert getattr(AdamWConfig(**{field: value}), field) == value
+
+
+def test_compiled_layers_keep_no_attention() -> None:
+    with pytest.raises(ValueError, match="keep_attention needs layers that run as they are"):
+        EngineConfig(compile=True, keep_attention=True)
 
 
 def test_every_field_has_its_rule() -> None:
