@@ -31,8 +31,8 @@ def test_the_table_has_the_last_steps_in_plain_words(tmp_path: Path) -> None:
     rows = re.findall(r"<tr><td>(\d+)</td><td>([^<]+)</td><td>([^<]+)</td>", text)
     assert [int(step) for step, _, _ in rows] == list(range(2, 12))
     assert rows[-1][1:] == ("328 ms", "6.4884")
-    assert "weights 28 ms, optimizer 21 ms" in text
-    assert "Transfers bind: compute waited 9% of step 11 for weights." in text
+    assert "optimizer 40 ms, weights 9 ms" in text
+    assert "The optimizer binds: compute waited 12% of step 11 for AdamW." in text
 
 
 def test_a_run_without_a_step_still_has_a_page(tmp_path: Path) -> None:

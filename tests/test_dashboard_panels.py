@@ -122,7 +122,7 @@ def test_buffers_of_a_run_that_has_none_yet() -> None:
 def test_summary_of_a_step() -> None:
     words = text(panels.step_summary(metrics(), replace(INFO, h2d_bytes_per_s=60e9)))
     assert words.startswith("Step 2 took 328 ms compute busy 85%")
-    assert "GB/s in 48.4 of 60 (81%) GB/s out 43.6 compute waited weights 28 ms, optimizer 21 ms" in words
+    assert "GB/s in 48.4 of 60 (81%) GB/s out 43.6 compute waited optimizer 40 ms, weights 9 ms" in words
     assert "MFU 12%" in text(panels.step_summary(replace(metrics(), mfu=0.12), None))
 
 
