@@ -16,7 +16,6 @@ from benchmarks.bounds import Rates
 from benchmarks.deep import Deep, plan_of
 from benchmarks.parity import FAMILIES
 from benchmarks.peers.ours import Ours
-from benchmarks.pipeline import pipeline
 from benchmarks.streaming import Effort
 from benchmarks.turns import Timing, warm_up
 from megatrain.anatomy.presets import PRESETS
@@ -53,7 +52,7 @@ def measure(case: Deep, effort: Effort, rates: Rates | None, save: Callable[[dic
         timings = {str(case): warm_up(ours, 1)}
 
         def on_turn(name: str) -> None:
-            save(_figures(case, plan, ours, timings[name], rates) | pipeline(ours, timings[name]))
+            save(_figures(case, plan, ours, timings[name], rates) | ours.lanes(timings[name].timed))
 
         effort.spend({str(case): ours}, timings, on_turn)
 
