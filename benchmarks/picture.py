@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from benchmarks.cpu import measured
 
 # Okabe and Ito's, which also the colour-blind can tell apart. Curves that agree lie on each other: the first is widest.
-COLOURS = ["#0072B2", "#444444", "#999999", "#E69F00", "#009E73"]
+COLOURS = ["#0072B2", "#56B4E9", "#444444", "#999999", "#E69F00", "#009E73"]
 WIDTH, HEIGHT = 1100, 420
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,15 @@ def _about(found: Mapping[str, Any], results: str) -> str:
 
 
 def _table(dtypes: Mapping[str, Any]) -> str:
-    rows = [
+    rows: list[list[Cell]] = [
         [f"{dtype}, {name}", *_cells(name, figures)]
         for dtype, result in dtypes.items()
         for name, figures in measured(result).items()
     ]
-    ruler = ["---"] * len(HEADER)
-    return "\n".join(_line(row) for row in [HEADER, ruler, *rows])
+    return "\n".join(map(_line, [HEADER, ["---"] * len(HEADER), *rows]))
 
 
-def _line(cells: list[Cell]) -> str:
+def _line(cells: Sequence[Cell]) -> str:
     return f"| {' | '.join(map(text, cells))} |".replace("|  |", "| |")
 
 

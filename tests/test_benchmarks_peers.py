@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,9 +47,10 @@ def test_plain_training_is_the_same_without_checkpointing(dtype: Any) -> None:
     assert trained(plain.build_without_checkpointing(task(dtype))) == trained(plain.build(task(dtype)))
 
 
+@pytest.mark.parametrize("build", [ours.build, ours.build_with_graphs])
 @pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-6), ("bfloat16", 5e-3)])
-def test_the_engine_is_plain_training(dtype: Any, rel: float) -> None:
-    assert_close(trained(ours.build(task(dtype))), trained(plain.build(task(dtype))), rel)
+def test_the_engine_is_plain_training(build: Callable[[Task], Contender], dtype: Any, rel: float) -> None:
+    assert_close(trained(build(task(dtype))), trained(plain.build(task(dtype))), rel)
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-6), ("bfloat16", 5e-3)])

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import agreement, cpu, picture, publish, readme
 from benchmarks.cpu import RESULTS
-from benchmarks.peers import OURS, PLAIN
+from benchmarks.peers import OURS, PEERS, PLAIN
 from benchmarks.turns import Timing
 
 FIGURES = {
@@ -103,6 +103,10 @@ def test_the_picture_has_a_bar_with_its_range_and_a_curve_for_each_that_was_meas
     assert bars[0].y[0] - bars[0].error_y.arrayminus[0] == pytest.approx(512 / 0.8)
     assert [*curves[0].y] == FIGURES["losses"]
     assert curves[0].line.width > curves[1].line.width  # the one below is seen on both sides of the one above
+
+
+def test_there_is_a_colour_for_each() -> None:
+    assert len(set(picture.COLOURS)) >= len(PEERS)
 
 
 @pytest.mark.skipif(picture.chromium() is None, reason="plotly draws in Chromium, which is not installed")

@@ -55,6 +55,7 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Give back what would outlive it."""
+        return
 
 
 def checkpoint_layers(model: Any) -> None:
