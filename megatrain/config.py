@@ -13,6 +13,7 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
+Rounding = Literal["torch", "fast"]
 Placement = Literal["auto", "none"]
 Knob = Literal[
     "micro_batch_size", "offload_activations", "prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers"
@@ -192,6 +193,8 @@ class AdamWConfig:
 
     weight_decay applies to the parameters that the Hugging Face Trainer would decay: not to biases or norms.
     max_grad_norm: global 2-norm to which gradients are clipped; None = off.
+    rounding: "torch" = the bits of torch.optim.AdamW; "fast" = the processor's own square root and one division less,
+        where arithmetic is slower than the host's memory: an update differs by a few units in its last place.
     """
 
     lr: float = 1e-5
@@ -199,6 +202,7 @@ class AdamWConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    rounding: Rounding = "torch"
 
     def __post_init__(self) -> None:
         _require(_is_number(self.lr) and self.lr >= 0, "lr must be a finite number ≥ 0", self.lr)
@@ -213,6 +217,7 @@ class AdamWConfig:
             "weight_decay must be a finite number ≥ 0",
             self.weight_decay,
         )
+        _require(self.rounding in get_args(Rounding), f"rounding must be one of {get_args(Rounding)}", self.rounding)
         _require(
             self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
             "max_grad_norm must be a finite number > 0, or None for no clipping",

@@ -23,7 +23,9 @@ _CHUNK = 1 << 18  # elements: a temporary of the torch operations takes 1 MiB
 class AdamWStep:
     """The plain numbers of one update.
 
-    step counts from 1. grad_scale is the clip factor, multiplied into the gradient first.
+    step counts from 1. grad_scale is the clip factor, multiplied into the gradient first. as_torch: every rounding is
+    torch's; otherwise the compiled kernel takes the processor's root and one division less, and an update differs by a
+    few units in its last place.
     """
 
     lr: float
@@ -33,6 +35,7 @@ class AdamWStep:
     weight_decay: float
     step: int
     grad_scale: float = 1.0
+    as_torch: bool = True
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -73,7 +76,9 @@ def update(
     addresses = (0 if a is None else a.data_ptr() for a in (weight, low, grad, exp_avg, exp_avg_sq))
     bf16_grad, bf16_moments = (a.dtype == torch.bfloat16 for a in (grad, exp_avg))
     count = _core_count() if threads is None else threads
-    return kernel(native.Arrays(*addresses), _factors(step), weight.numel(), bf16_grad, bf16_moments, count)
+    return kernel(
+        native.Arrays(*addresses), _factors(step), weight.numel(), bf16_grad, bf16_moments, step.as_torch, count
+    )
 
 
 def split(master: Tensor, hi_out: Tensor, lo_out: Tensor) -> None:

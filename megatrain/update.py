@@ -33,6 +33,7 @@ class Hyperparameters:
             weight_decay=self.config.weight_decay if decay else 0.0,
             step=step,
             grad_scale=self.grad_scale,
+            as_torch=self.config.rounding == "torch",
         )
 
 

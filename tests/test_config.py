@@ -37,6 +37,7 @@ ADAMW_RULES: list[tuple[str, str, list[object]]] = [
     ("eps", r"eps must be a finite number > 0", [0, -1e-8, float("nan"), None]),
     ("weight_decay", r"weight_decay must be a finite number ≥ 0", [-0.1, INFINITE, None]),
     ("max_grad_norm", r"max_grad_norm must be a finite number > 0, or None", [0, -1.0, float("nan"), INFINITE, True]),
+    ("rounding", r"rounding must be one of \('torch', 'fast'\)", ["exact", None, True]),
 ]
 
 ENGINE_ALLOWED: dict[str, list[object]] = {
@@ -66,6 +67,7 @@ ADAMW_ALLOWED: dict[str, list[object]] = {
     "eps": [1e-8, 1],
     "weight_decay": [0, 0.1],
     "max_grad_norm": [None, 1, 0.5],
+    "rounding": ["torch", "fast"],
 }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -417,3 +418,29 @@ def test_each_source_command_and_cpu_has_its_own_build(fresh_build: Path, monkey
     monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-g"])
     paths.append(build.library_path())
     assert len(set(paths)) == 3
+
+
+@needs_kernel
+@pytest.mark.parametrize("split_master", [False, True])
+def test_fast_rounding_differs_by_the_last_places_of_an_update(split_master: bool) -> None:
+    """From one state: the moments have the same bits, and weights part by some 2 ** -22 of the change, if at all."""
+    generator = torch.Generator().manual_seed(0)
+    weight, grad, m = (torch.randn(5000, generator=generator) for _ in range(3))
+    v = torch.rand(5000, generator=generator)
+    found = []
+    for as_torch in (True, False):
+        w, moments = weight.clone(), [m.clone(), v.clone()]
+        high, low = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.int16)
+        split(w, high, low)
+        step = replace(numbers(3), as_torch=as_torch)
+        if split_master:
+            update(high, low, grad, *moments, step)
+            w = join(high, low)
+        else:
+            update(w, None, grad, *moments, step)
+        found.append([w, *moments])
+    (exact, *moments), (fast, *same) = found
+    assert all(map(torch.equal, same, moments))
+    rounding = 2.0**-22 * (exact - weight).abs() + 2.0**-23 * weight.abs()  # of the change, and of adding it
+    assert ((fast - exact).abs() <= rounding).all()
+    assert not torch.equal(fast, exact) or torch.equal(exact, weight)

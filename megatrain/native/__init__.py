@@ -42,8 +42,8 @@ class Mkl(ctypes.Structure):
     _fields_ = (("vms_sqrt", ctypes.c_void_p), ("set_num_threads_local", ctypes.c_void_p))
 
 
-Kernel = Callable[[Arrays, Factors, int, bool, bool, int], float]
-"""(arrays, factors, numel, grad_is_bfloat16, moments_are_bfloat16, threads) → squares of the new weights, summed"""
+Kernel = Callable[[Arrays, Factors, int, bool, bool, bool, int], float]
+"""(arrays, factors, numel, grad_is_bfloat16, moments_are_bfloat16, as_torch, threads) → sum of squared new weights"""
 
 
 def kernel() -> Kernel | None:
@@ -63,7 +63,7 @@ def _load() -> Kernel | None:
         )
         return None
     pointers = (ctypes.POINTER(Arrays), ctypes.POINTER(Factors), ctypes.POINTER(Mkl))
-    function.argtypes = (*pointers, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
+    function.argtypes = (*pointers, ctypes.c_int64, *[ctypes.c_int32] * 4)
     function.restype = ctypes.c_double
     mkl = _mkl_of_torch()
     return lambda arrays, factors, *numbers: float(function(arrays, factors, mkl, *numbers))

@@ -136,8 +136,23 @@ class OneMklThread {
     }
 };
 
+// In torch's roundings, or with the processor's own root and a product instead of a division: the update then differs
+// by a few units in its last place, and memory holds it up rather than arithmetic.
+template <bool AsTorch>
+static void denominators(const Mkl* mkl, const Factors& f, int64_t n, float* v) {
+    if constexpr (AsTorch) {
+        square_roots(mkl, n, v);
+#pragma omp simd
+        for (int64_t k = 0; k < n; ++k) v[k] = v[k] / f.bias2_sqrt + f.eps;
+    } else {
+        const float inverse = 1.0f / f.bias2_sqrt;
+#pragma omp simd
+        for (int64_t k = 0; k < n; ++k) v[k] = std::sqrt(v[k]) * inverse + f.eps;
+    }
+}
+
 // Returns the sum of the squares of the updated weights, for whoever watches their norm.
-template <class Weight, class Grad, class Moment>
+template <class Weight, class Grad, class Moment, bool AsTorch>
 static double update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
     const Factors f = factors;  // a copy that no store can alias
     const Weight weight(arrays.weight, arrays.low);
@@ -164,12 +179,11 @@ static double update_range(const Arrays& arrays, const Factors& factors, const M
             m_block[k] = f.negative_step_size * m;
             v_block[k] = v;
         }
-        square_roots(mkl, n, v_block);
+        denominators<AsTorch>(mkl, f, n, v_block);
         float block_squares = 0.0f;
 #pragma omp simd reduction(+ : block_squares)
         for (int64_t k = 0; k < n; ++k) {
-            const float denominator = v_block[k] / f.bias2_sqrt + f.eps;
-            const float w = weight.load(begin + k) * f.decay + m_block[k] / denominator;
+            const float w = weight.load(begin + k) * f.decay + m_block[k] / v_block[k];
             weight.store(begin + k, w);
             block_squares += w * w;
         }
@@ -180,18 +194,25 @@ static double update_range(const Arrays& arrays, const Factors& factors, const M
 
 using RangeFunction = double (*)(const Arrays&, const Factors&, const Mkl*, int64_t, int64_t);
 
+template <class Weight, class Grad, class Moment>
+static RangeFunction choose_rounding(bool as_torch) {
+    return as_torch ? update_range<Weight, Grad, Moment, true> : update_range<Weight, Grad, Moment, false>;
+}
+
 template <class Weight, class Grad>
-static RangeFunction choose_moments(bool bf16) {
-    return bf16 ? update_range<Weight, Grad, Bfloat16> : update_range<Weight, Grad, Float32>;
+static RangeFunction choose_moments(bool bf16, bool as_torch) {
+    return bf16 ? choose_rounding<Weight, Grad, Bfloat16>(as_torch) : choose_rounding<Weight, Grad, Float32>(as_torch);
 }
 
 template <class Weight>
-static RangeFunction choose_grad(bool grad_bf16, bool moments_bf16) {
-    return grad_bf16 ? choose_moments<Weight, Bfloat16>(moments_bf16) : choose_moments<Weight, Float32>(moments_bf16);
+static RangeFunction choose_grad(bool grad_bf16, bool moments_bf16, bool as_torch) {
+    return grad_bf16 ? choose_moments<Weight, Bfloat16>(moments_bf16, as_torch)
+                     : choose_moments<Weight, Float32>(moments_bf16, as_torch);
 }
 
-static RangeFunction choose(bool split, bool grad_bf16, bool moments_bf16) {
-    return split ? choose_grad<SplitMaster>(grad_bf16, moments_bf16) : choose_grad<Float32>(grad_bf16, moments_bf16);
+static RangeFunction choose(bool split, bool grad_bf16, bool moments_bf16, bool as_torch) {
+    return split ? choose_grad<SplitMaster>(grad_bf16, moments_bf16, as_torch)
+                 : choose_grad<Float32>(grad_bf16, moments_bf16, as_torch);
 }
 
 // Note: threads live for one call. An OpenMP team or a pool would save some tens of µs per thread on a pass of
@@ -202,10 +223,11 @@ static RangeFunction choose(bool split, bool grad_bf16, bool moments_bf16) {
 //
 // Returns the sum of the squares of the updated weights; chunks are added in order, whichever thread did them.
 extern "C" double megatrain_adamw(const Arrays* arrays, const Factors* factors, const Mkl* mkl, int64_t numel,
-                                  int32_t grad_bf16, int32_t moments_bf16, int32_t threads) {
+                                  int32_t grad_bf16, int32_t moments_bf16, int32_t as_torch,
+                                  int32_t threads) {
     constexpr int64_t kChunk = 1 << 17;
     const int64_t chunks = (numel + kChunk - 1) / kChunk;
-    const RangeFunction update = choose(arrays->low != nullptr, grad_bf16, moments_bf16);
+    const RangeFunction update = choose(arrays->low != nullptr, grad_bf16, moments_bf16, as_torch);
     std::vector<double> squares(chunks);
     std::atomic<int64_t> next{0};
     const auto work = [&] {
