@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.peers.contender import Contender
 from benchmarks.report import Report
 from benchmarks.simulated import ROWS, SEQUENCE, llama, throttled
 from benchmarks.table import table
@@ -78,8 +79,10 @@ class Regime:
         return self.tuned.final_s / self.best.final_s
 
 
-class Trained:
+class Trained(Contender):
     """An engine that trains on one batch, as a contender."""
+
+    gives_up = ""
 
     def __init__(self, config: LlamaConfig, engine: EngineConfig) -> None:
         self.engine = StreamingEngine(from_config(config, dtype=torch.float32), engine, AdamWConfig())
@@ -91,6 +94,9 @@ class Trained:
 
     def settle(self) -> None:
         self.engine.flush()
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def by_hand(base: EngineConfig, model: LlamaConfig) -> Iterator[tuple[str, EngineConfig]]:
@@ -134,7 +140,7 @@ def in_turn(model: LlamaConfig, configs: Mapping[str, EngineConfig], rounds: int
     with ExitStack() as stack:
         engines = {name: Trained(model, config) for name, config in configs.items()}
         for each in engines.values():
-            stack.enter_context(each.engine)
+            stack.callback(each.close)
             each.step()
         timings: dict[str, Timing] = {}
         take_turns(engines, timings, rounds=rounds, steps=steps)
