@@ -32,7 +32,15 @@ FLOPS = ("forward", "backward", "head")
 def measure(model_config: Any, config: EngineConfig, *, batch: int, sequence: int) -> Rates:
     """Train two layers of a configuration's model for a moment on random tokens, with no lane beside another."""
     cut = _cut(model_config)
-    alone = replace(config, prefetch_depth=0, resident_layers=0, kept_graphs=0, optimizer_overlap="none", throttle=None)
+    alone = replace(
+        config,
+        prefetch_depth=0,
+        resident_layers=0,
+        kept_graphs=0,
+        keep_attention=False,
+        optimizer_overlap="none",
+        throttle=None,
+    )
     model = from_config(cut, dtype=getattr(torch, config.dtype)).train()
     ids = torch.randint(cut.get_text_config().vocab_size, (batch, sequence), generator=torch.Generator().manual_seed(0))
     plan = planned(Subject.of(model, alone, batch=batch, sequence=sequence), alone, None)

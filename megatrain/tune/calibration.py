@@ -68,6 +68,7 @@ def _alone(config: EngineConfig) -> EngineConfig:
         grad_buffers=1,
         resident_layers=0,
         kept_graphs=0,
+        keep_attention=False,
         offload_activations=False,
         optimizer_overlap="none",
         keep_reference=False,
