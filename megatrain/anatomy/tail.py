@@ -34,6 +34,8 @@ _LEFT_OUT: dict[Operation, Callable[..., torch.Tensor]] = {
     aten.bmm.default: _rows_by_columns,
     aten.addmm.default: lambda bias, left, right, **_: _rows_by_columns(left, right),
 }
+# Autograd's own, where it saves a result; it does without while somebody looks on, as is done while learning.
+_OF_AUTOGRAD = aten.detach.default
 # Computed all the same: they cost next to nothing.
 _HARMLESS = {
     aten.add.Tensor,
@@ -46,7 +48,6 @@ _HARMLESS = {
     aten.reshape.default,
     aten.t.default,
     aten.transpose.int,
-    aten.detach.default,
     aten.alias.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
@@ -77,7 +78,8 @@ class _Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(func)
+        if func is not _OF_AUTOGRAD:
+            self.operations.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -92,6 +94,8 @@ class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = True  # so far they are the same
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _OF_AUTOGRAD:
+            return func(*args, **(kwargs or {}))
         at, self._at = self._at, self._at + 1
         same = at < len(self._operations) and self._operations[at] is func
         if not same and self._known and at >= self._needed:

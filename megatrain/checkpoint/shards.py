@@ -8,7 +8,6 @@ gigabytes, training would stand still. Here bytes go from the arena to the file.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import safe_open
+
+from megatrain.checkpoint.direct import DirectFile
 
 NAMES = {
     torch.float64: "F64",
@@ -49,13 +50,12 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappi
 def write_file(path: Path, chunks: Iterable[memoryview]) -> FileNote:
     """Write a new file; returns once the bytes are on the disk."""
     digest, nbytes = _digest(), 0
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", buffering=0) as file:
+    with DirectFile(path, FILE_MODE) as file:
         for chunk in chunks:
             digest.update(chunk)
             nbytes += len(chunk)
-            while chunk:
-                chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
+            file.write(chunk)
+        file.finish()
     return FileNote(nbytes, digest.hexdigest())
 
 

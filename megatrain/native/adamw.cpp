@@ -136,23 +136,8 @@ class OneMklThread {
     }
 };
 
-// In torch's roundings, or with the processor's own root and a product instead of a division: the update then differs
-// by a few units in its last place, and memory holds it up rather than arithmetic.
-template <bool AsTorch>
-static void denominators(const Mkl* mkl, const Factors& f, int64_t n, float* v) {
-    if constexpr (AsTorch) {
-        square_roots(mkl, n, v);
-#pragma omp simd
-        for (int64_t k = 0; k < n; ++k) v[k] = v[k] / f.bias2_sqrt + f.eps;
-    } else {
-        const float inverse = 1.0f / f.bias2_sqrt;
-#pragma omp simd
-        for (int64_t k = 0; k < n; ++k) v[k] = std::sqrt(v[k]) * inverse + f.eps;
-    }
-}
-
 // Returns the sum of the squares of the updated weights, for whoever watches their norm.
-template <class Weight, class Grad, class Moment, bool AsTorch>
+template <class Weight, class Grad, class Moment>
 static double update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
     const Factors f = factors;  // a copy that no store can alias
     const Weight weight(arrays.weight, arrays.low);
@@ -179,12 +164,47 @@ static double update_range(const Arrays& arrays, const Factors& factors, const M
             m_block[k] = f.negative_step_size * m;
             v_block[k] = v;
         }
-        denominators<AsTorch>(mkl, f, n, v_block);
+        square_roots(mkl, n, v_block);
         float block_squares = 0.0f;
 #pragma omp simd reduction(+ : block_squares)
         for (int64_t k = 0; k < n; ++k) {
-            const float w = weight.load(begin + k) * f.decay + m_block[k] / v_block[k];
+            const float denominator = v_block[k] / f.bias2_sqrt + f.eps;
+            const float w = weight.load(begin + k) * f.decay + m_block[k] / denominator;
             weight.store(begin + k, w);
+            block_squares += w * w;
+        }
+        squares += block_squares;
+    }
+    return squares;
+}
+
+// The same with the processor's own root, and a product for one of the divisions: an update differs by a few units in
+// its last place. It needs no second loop, so that arithmetic runs while memory is waited for.
+template <class Weight, class Grad, class Moment>
+static double update_range_fast(const Arrays& arrays, const Factors& factors, const Mkl*, int64_t begin, int64_t end) {
+    const Factors f = factors;
+    const Weight weight(arrays.weight, arrays.low);
+    const Grad grad(arrays.grad);
+    const Moment exp_avg(arrays.exp_avg), exp_avg_sq(arrays.exp_avg_sq);
+    const bool near_start = std::fabs(f.lerp_weight) < 0.5f;
+    const float coefficient = near_start ? f.lerp_weight : f.lerp_weight - 1.0f;
+    const float inverse = 1.0f / f.bias2_sqrt;
+    double squares = 0.0;
+    for (; begin < end; begin += kBlock) {
+        const int64_t stop = std::min(begin + kBlock, end);
+        float block_squares = 0.0f;
+#pragma omp simd reduction(+ : block_squares)
+        for (int64_t i = begin; i < stop; ++i) {
+            const float g = grad.load(i) * f.grad_scale;
+            const float m_old = exp_avg.load(i);
+            const float m = multiply_add(coefficient, g - m_old, near_start ? m_old : g);
+            const float v = multiply_add(f.one_minus_beta2 * g, g, exp_avg_sq.load(i) * f.beta2);
+            const uint32_t random = scramble(uint32_t(i) ^ f.rounding_key);
+            exp_avg.store(i, m, random);
+            exp_avg_sq.store(i, v, random >> 16);
+            const float w =
+                weight.load(i) * f.decay + f.negative_step_size * m / multiply_add(std::sqrt(v), inverse, f.eps);
+            weight.store(i, w);
             block_squares += w * w;
         }
         squares += block_squares;
@@ -196,7 +216,7 @@ using RangeFunction = double (*)(const Arrays&, const Factors&, const Mkl*, int6
 
 template <class Weight, class Grad, class Moment>
 static RangeFunction choose_rounding(bool as_torch) {
-    return as_torch ? update_range<Weight, Grad, Moment, true> : update_range<Weight, Grad, Moment, false>;
+    return as_torch ? update_range<Weight, Grad, Moment> : update_range_fast<Weight, Grad, Moment>;
 }
 
 template <class Weight, class Grad>
