@@ -9,7 +9,7 @@ import json
 import os
 import random
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -98,7 +98,8 @@ BYTES += [
 
 LEAST = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}, "run": {"folder": "runs/x", "steps": 10}}
 KINDS = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(Settings).items()}  # those of X | None, too
-PLACES = [f"{part}.{each.name}" for part, kind in KINDS.items() for each in fields(kind)]
+PLACES = [f"{part}.{each.name}" for part, kind in KINDS.items() if is_dataclass(kind) for each in fields(kind)]
+PLACES += [part for part, kind in KINDS.items() if not is_dataclass(kind)]
 TEXTS = [
     "2",
     "x",
@@ -136,8 +137,11 @@ TEXTS += [
 def configuration(rng: random.Random) -> tuple[bytes, list[str]]:
     values: dict[str, Any] = json.loads(json.dumps(LEAST))
     for _ in range(rng.randrange(4)):
-        part, name = rng.choice(PLACES).split(".")
-        values.setdefault(part, {})[rng.choice([name, name, name + "s", scalar(rng)])] = anything(rng)
+        part, _, name = rng.choice(PLACES).partition(".")
+        if name:
+            values.setdefault(part, {})[rng.choice([name, name, name + "s", scalar(rng)])] = anything(rng)
+        else:
+            values[part] = anything(rng)
     if rng.random() < 0.1:
         values[rng.choice([*values, "other"])] = anything(rng)
     text = json.dumps(values, skipkeys=True, indent=rng.choice([None, 1])).encode()  # which is YAML, too
