@@ -182,8 +182,3 @@ def test_auto_keeps_it_where_it_fits_and_gives_way(monkeypatch: pytest.MonkeyPat
 
 def _out_of_memory(*args: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-
-
-def test_compiled_layers_cannot() -> None:
-    with pytest.raises(ValueError, match="keep_attention needs layers that run as they are"):
-        engine_config(compile=True, keep_attention=True)

@@ -136,16 +136,42 @@ class OneMklThread {
     }
 };
 
+struct Moments {
+    float first, second;
+};
+
+// Both moments of every element, as torch takes them from one step to the next.
+template <class Moment>
+struct MovingAverages {
+    Moment exp_avg, exp_avg_sq;
+    bool near_start;  // torch's lerp_ sets out from the nearer end
+    float coefficient, beta2, one_minus_beta2;
+    uint32_t rounding_key;
+
+    MovingAverages(const Arrays& arrays, const Factors& f)
+        : exp_avg(arrays.exp_avg), exp_avg_sq(arrays.exp_avg_sq), near_start(std::fabs(f.lerp_weight) < 0.5f),
+          coefficient(near_start ? f.lerp_weight : f.lerp_weight - 1.0f), beta2(f.beta2),
+          one_minus_beta2(f.one_minus_beta2), rounding_key(f.rounding_key) {}
+
+    Moments advance(int64_t i, float g) const {
+        const float m_old = exp_avg.load(i);
+        const float m = multiply_add(coefficient, g - m_old, near_start ? m_old : g);
+        const float v = multiply_add(one_minus_beta2 * g, g, exp_avg_sq.load(i) * beta2);
+        // A counter, not a generator: the bits depend on the element's index and the step, not on the threads.
+        const uint32_t random = scramble(uint32_t(i) ^ rounding_key);
+        exp_avg.store(i, m, random);
+        exp_avg_sq.store(i, v, random >> 16);
+        return {m, v};
+    }
+};
+
 // Returns the sum of the squares of the updated weights, for whoever watches their norm.
 template <class Weight, class Grad, class Moment>
 static double update_range(const Arrays& arrays, const Factors& factors, const Mkl* mkl, int64_t begin, int64_t end) {
     const Factors f = factors;  // a copy that no store can alias
     const Weight weight(arrays.weight, arrays.low);
     const Grad grad(arrays.grad);
-    const Moment exp_avg(arrays.exp_avg), exp_avg_sq(arrays.exp_avg_sq);
-    // torch's lerp_ sets out from the nearer end.
-    const bool near_start = std::fabs(f.lerp_weight) < 0.5f;
-    const float coefficient = near_start ? f.lerp_weight : f.lerp_weight - 1.0f;
+    const MovingAverages<Moment> moments(arrays, f);
     float m_block[kBlock], v_block[kBlock];
     double squares = 0.0;
     for (; begin < end; begin += kBlock) {
@@ -154,15 +180,9 @@ static double update_range(const Arrays& arrays, const Factors& factors, const M
         for (int64_t k = 0; k < n; ++k) {
             const int64_t i = begin + k;
             const float g = grad.load(i) * f.grad_scale;
-            const float m_old = exp_avg.load(i);
-            const float m = multiply_add(coefficient, g - m_old, near_start ? m_old : g);
-            const float v = multiply_add(f.one_minus_beta2 * g, g, exp_avg_sq.load(i) * f.beta2);
-            // A counter, not a generator: the bits depend on the element's index and the step, not on the threads.
-            const uint32_t random = scramble(uint32_t(i) ^ f.rounding_key);
-            exp_avg.store(i, m, random);
-            exp_avg_sq.store(i, v, random >> 16);
-            m_block[k] = f.negative_step_size * m;
-            v_block[k] = v;
+            const Moments now = moments.advance(i, g);
+            m_block[k] = f.negative_step_size * now.first;
+            v_block[k] = now.second;
         }
         square_roots(mkl, n, v_block);
         float block_squares = 0.0f;
@@ -185,9 +205,7 @@ static double update_range_fast(const Arrays& arrays, const Factors& factors, co
     const Factors f = factors;
     const Weight weight(arrays.weight, arrays.low);
     const Grad grad(arrays.grad);
-    const Moment exp_avg(arrays.exp_avg), exp_avg_sq(arrays.exp_avg_sq);
-    const bool near_start = std::fabs(f.lerp_weight) < 0.5f;
-    const float coefficient = near_start ? f.lerp_weight : f.lerp_weight - 1.0f;
+    const MovingAverages<Moment> moments(arrays, f);
     const float inverse = 1.0f / f.bias2_sqrt;
     double squares = 0.0;
     for (; begin < end; begin += kBlock) {
@@ -196,14 +214,9 @@ static double update_range_fast(const Arrays& arrays, const Factors& factors, co
 #pragma omp simd reduction(+ : block_squares)
         for (int64_t i = begin; i < stop; ++i) {
             const float g = grad.load(i) * f.grad_scale;
-            const float m_old = exp_avg.load(i);
-            const float m = multiply_add(coefficient, g - m_old, near_start ? m_old : g);
-            const float v = multiply_add(f.one_minus_beta2 * g, g, exp_avg_sq.load(i) * f.beta2);
-            const uint32_t random = scramble(uint32_t(i) ^ f.rounding_key);
-            exp_avg.store(i, m, random);
-            exp_avg_sq.store(i, v, random >> 16);
-            const float w =
-                weight.load(i) * f.decay + f.negative_step_size * m / multiply_add(std::sqrt(v), inverse, f.eps);
+            const Moments now = moments.advance(i, g);
+            const float denominator = multiply_add(std::sqrt(now.second), inverse, f.eps);
+            const float w = weight.load(i) * f.decay + f.negative_step_size * now.first / denominator;
             weight.store(i, w);
             block_squares += w * w;
         }
