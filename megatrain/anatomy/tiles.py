@@ -52,7 +52,10 @@ def tile(layers: Sequence[nn.Module], tokens: int) -> None:
 
 @functools.cache  # layers of one structure keep one: torch.compile goes by classes
 def _tiled_class(kind: type[nn.Module], tokens: int) -> type[nn.Module]:
-    return type(f"Tiled{kind.__name__}", (_Tiled, kind), {"tile_tokens": tokens, "whole": kind})
+    # A compiled layer has a seam here. Not a decorator: that would import the compiler, which takes a second.
+    in_tiles = torch.compiler.disable(_Tiled._in_tiles)  # type: ignore[no-untyped-call]
+    members = {"tile_tokens": tokens, "whole": kind, "_in_tiles": in_tiles}
+    return type(f"Tiled{kind.__name__}", (_Tiled, kind), members)
 
 
 def untile(layers: Sequence[nn.Module]) -> None:
@@ -86,7 +89,6 @@ class _Tiled(nn.Module):
             return super().forward(hidden)
         return self._in_tiles(hidden)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer has a seam here
     def _in_tiles(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.flatten(0, 1)  # (B·T, D)
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
