@@ -63,6 +63,8 @@ HIDE = """(hidden) => {
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
+DARK = "'apputils:change-theme', {theme: 'JupyterLab Dark'}"
+
 SCROLL = """(pixels) => {
   const notebook = window.jupyterapp.shell.currentWidget.content;
   notebook.node.closest(".jp-NotebookPanel").querySelector(".jp-WindowedPanel-outer").scrollTop = pixels;
@@ -146,6 +148,9 @@ class NotebookPage:
         while not condition():
             assert time.monotonic() < end_s, f"{what or condition}: not within {timeout_s:.0f} s"
             self.page.wait_for_timeout(50)
+
+    def darken(self) -> None:
+        self.page.evaluate(f"window.jupyterapp.commands.execute({DARK})")
 
     def scroll(self, pixels: int) -> None:
         """Scroll the notebook so far down from its top."""

@@ -17,7 +17,7 @@ from megatrain.run import Evaluating
 
 LAYERS = 6
 ENDLESS = 1_000_000
-LAYER_S = 0.03  # about what a layer takes to arrive
+LAYER_S = 0.02  # about what a layer takes to arrive
 VOCAB = 300
 MEMORY_BYTES = 82_000  # for prefetch depth 3, not for 4
 
@@ -44,7 +44,7 @@ PROMPT = "<script>document.title = 'taken over'</script>"
 
 
 def make_llama() -> StreamingEngine:
-    throttle = Throttle(link_bytes_per_s=2e6)
+    throttle = Throttle(link_bytes_per_s=8e6)
     config = EngineConfig(device="cpu", dtype="float32", micro_batch_size=2, throttle=throttle)
     return StreamingEngine(build("llama", vocab_size=VOCAB), config, AdamWConfig(lr=1e-3))
 
