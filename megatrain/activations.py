@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from megatrain.host import Arena
+from megatrain.host import Arena, Touch
 from megatrain.layout import align
 from megatrain.slots import Ledger
 
@@ -53,10 +53,13 @@ def offloaded_bytes(layers: int, micro_batches: int, part_bytes: int) -> int:
 class OffloadedInputs:
     """The host's copy of saved inputs: one place for each (layer, micro-batch), reused every step."""
 
-    def __init__(self, layers: int, micro_batches: int, part_bytes: int, *, pin: bool) -> None:
+    def __init__(
+        self, layers: int, micro_batches: int, part_bytes: int, *, pin: bool, touch: Touch | None = None
+    ) -> None:
         self._micro_batches = micro_batches
         self.part_bytes = part_bytes
-        self._arena = Arena("offloaded layer inputs", offloaded_bytes(layers, micro_batches, part_bytes), pin=pin)
+        nbytes = offloaded_bytes(layers, micro_batches, part_bytes)
+        self._arena = Arena("offloaded layer inputs", nbytes, pin=pin, touch=touch)
         self._places = [self._arena.take(part_bytes) for _ in range(layers * micro_batches)]
 
     @property

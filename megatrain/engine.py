@@ -356,8 +356,8 @@ class StreamingEngine:
         if self._offloaded is None or not self._offloaded.fits(len(batch.parts), part_bytes):
             if self._offloaded is not None:
                 self._offloaded.close()
-            pin = self._device.type == "cuda"
-            self._offloaded = OffloadedInputs(len(self._layouts), len(batch.parts), part_bytes, pin=pin)
+            pin, touch = self._device.type == "cuda", self._placement.touch
+            self._offloaded = OffloadedInputs(len(self._layouts), len(batch.parts), part_bytes, pin=pin, touch=touch)
         return self._offloaded
 
     def _run(self, state: StepState, objective: Objective | None) -> StepResult:

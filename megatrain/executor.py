@@ -7,7 +7,8 @@ the operation names, so that the proof in `hazards` is about this code.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class Executor:
         self._shell_sums = self._sums(sum_bytes(shell, parts=2))
         self._layer_sums: torch.Tensor | None = None
         self._norms = Norms()
-        self._tails = [parts.Tail() for _ in layouts]
+        self._tails = [defaultdict[Hashable, parts.Tail](parts.Tail) for _ in layouts]  # by kind of call
         self._trained = [frozenset(entry.name for entry in layout.trained) for layout in layouts]
         self._shell_trained = {e.name: anatomy.shell.parameters[e.name] for e in shell.trained}
         self._parameter_order = [name for name, p in anatomy.model.named_parameters() if p.requires_grad]
@@ -500,7 +501,7 @@ class Executor:
     def _recomputing(self, state: StepState, layer: int, mb: int) -> Iterator[None]:
         """Within, what was kept is not computed, nor what backward does not need."""
         attention = state.attention.get((layer, mb))
-        with nullcontext() if attention is None else attention.reusing(), self._tail(layer):
+        with nullcontext() if attention is None else attention.reusing(), self._tail(state, layer, mb):
             yield
 
     def _send_back(self, state: StepState, layer: int, mb: int, graph: parts.Graph, total: GradientSum | None) -> None:
@@ -509,10 +510,11 @@ class Executor:
         self._inspect(layer, "backward", came, went)
         self._keep_output_gradient(state, mb, went)
 
-    def _tail(self, layer: int) -> AbstractContextManager[None]:
+    def _tail(self, state: StepState, layer: int, mb: int) -> AbstractContextManager[None]:
         """Nothing is left out where the layer is compiled: a tail watches single operations."""
-        compiled = self._compiled is not None and self._compiled.works(layer)
-        return nullcontext() if compiled else self._tails[layer].recompute()
+        if self._compiled is not None and self._compiled.works(layer):
+            return nullcontext()
+        return self._tails[layer][state.tapes[mb].calls[layer].kind].recompute()
 
     def _rewind(self, state: StepState, layer: int, mb: int) -> None:
         """Random draws of a recompute are those of the forward that it repeats."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain import placement
+from megatrain.activations import OffloadedInputs, offloaded_bytes
 from megatrain.host import Arena, HostShape, HostStore
 from megatrain.layout import Layout, TensorSpec
 from megatrain.placement import Node, Placement, Topology, bind, choose, placement_for
@@ -162,3 +163,6 @@ def test_every_arena_is_touched_before_it_is_registered(monkeypatch: pytest.Monk
     sizes = [arena.nbytes for arena in store.arenas.values()]
     assert [each for each in order if isinstance(each, int)] == sizes
     assert order.index(("weights", "registered")) == 1
+    order.clear()
+    OffloadedInputs(2, 3, 64, pin=True, touch=lambda memory: order.append(memory.nbytes)).close()
+    assert order == [offloaded_bytes(2, 3, 64), ("offloaded layer inputs", "registered")]

@@ -8,7 +8,7 @@ Note: what passes between shell and layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,11 @@ class LayerCall:
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for calls that go through the same operations, as a rule: with a mask, or without."""
+        return tuple((leaf.dtype, leaf.ndim) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in self.leaves)
 
     def arguments(self, hidden: torch.Tensor, extras: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         leaves = list(self.leaves)
