@@ -156,6 +156,7 @@ def _regime(name: str, tuned: Tuned, sweep: dict[str, Timing], final: dict[str, 
     settings = asdict(chosen) | {
         "micro_batch_size": size.micro_batch_tokens // size.sequence,
         "offload_activations": tuned.plan.needs.offload,
+        "keep_attention": tuned.plan.needs.keeps_attention,
         "kept_graphs": tuned.plan.needs.kept_graphs,
     }
     return Regime(name, settings, tuned.step_s, sorted(timed, key=lambda each: each.sweep_s), tuned.reasons)

@@ -16,7 +16,13 @@ Auto = Literal["auto"]
 Rounding = Literal["torch", "fast"]
 Placement = Literal["auto", "none"]
 Knob = Literal[
-    "micro_batch_size", "offload_activations", "prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers"
+    "micro_batch_size",
+    "offload_activations",
+    "prefetch_depth",
+    "grad_buffers",
+    "keep_attention",
+    "kept_graphs",
+    "resident_layers",
 ]
 SinkName = Literal["tensorboard", "wandb"]
 

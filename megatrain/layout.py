@@ -99,6 +99,11 @@ class Layout:
         ends = [(entry.stop_bytes, align(entry.stop_bytes)) for entry in self.trained]
         return tuple(slice(stop, end) for stop, end in ends if stop < end)
 
+    @cached_property
+    def largest_trained_nbytes(self) -> int:
+        """Of one trained tensor; plans of a model with many layers ask for it again and again."""
+        return max((entry.spec.nbytes for entry in self.trained), default=0)
+
     @property
     def trained_parameters(self) -> int:
         """Trained parameters, alignment gaps not counted."""

@@ -99,9 +99,11 @@ def _gradients_at_once(layouts: Sequence[Layout], *, tiles: bool, compiled: bool
     """Tiles sum the MLP's in float32 until the last one is done; a compiled layer gives all of its own together."""
     if compiled:
         return max((layout.trained_nbytes for layout in layouts), default=0)
+    if not tiles:
+        return _largest_gradient(layouts)
     sums = max((sum(4 * e.spec.numel for e in layout.trained if is_tileable(e.name)) for layout in layouts), default=0)
-    return _largest_gradient(layouts) + (sums if tiles else 0)
+    return _largest_gradient(layouts) + sums
 
 
 def _largest_gradient(layouts: Sequence[Layout]) -> int:
-    return max((entry.spec.nbytes for layout in layouts for entry in layout.trained), default=0)
+    return max((layout.largest_trained_nbytes for layout in layouts), default=0)

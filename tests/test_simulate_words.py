@@ -75,6 +75,7 @@ def test_the_table_has_the_plan_once_for_each_knob() -> None:
         "prefetch depth 1",
         "gradient buffers 2",
         "resident layers 0",
+        "kept attention no",
         "kept graphs 0",
         "micro-batch size 1",
     ]
@@ -88,6 +89,20 @@ def test_a_setting_is_what_a_plan_with_it_would_be() -> None:
     assert depths[0].device_bytes == alone.plan.device_bytes < depths[1].device_bytes < depths[2].device_bytes
     assert depths[0].step_s > 1.2 * depths[1].step_s
     assert depths[2].step_s <= depths[1].step_s * (1 + 1e-9)
+
+
+def test_the_table_says_what_attention_that_is_kept_saves_and_takes() -> None:
+    simulated = run(flops=SLOW)
+    attention = settings_of(simulated, "keep_attention")
+    assert [setting.words for setting in attention.values()] == ["kept attention no", "kept attention yes"]
+    assert attention[True].step_s < attention[False].step_s == simulated.step_s
+    kept = simulate(tiny_plan(6, micro_batch_size=1, keep_attention=True), simulated.rates).plan
+    assert attention[True].device_bytes - attention[False].device_bytes == kept.device["kept attention"] > 0
+
+
+def test_the_table_offers_no_kept_attention_to_layers_that_are_compiled() -> None:
+    simulated = simulate(tiny_plan(6, compile=True), rates())
+    assert list(settings_of(simulated, "keep_attention")) == [False]
 
 
 def test_micro_batches_are_no_larger_than_the_batch() -> None:

@@ -12,9 +12,12 @@ from simulations import ROWS, TOKENS, rates, subject, tiny_config
 
 from megatrain.config import EngineConfig, Knob, Throttle
 from megatrain.machine import Machine, describe
+from megatrain.plan import planned
+from megatrain.plan.needs import Subject
 from megatrain.simulate import Rates
 from megatrain.simulate.play import play
 from megatrain.tune import KNOBS, NothingFitsError, Tuned, table, tune
+from megatrain.tune.alternatives import alternatives
 from megatrain.tune.candidates import Candidate, candidates
 from megatrain.tune.choice import TIE, Clocked, choose
 
@@ -51,6 +54,7 @@ def test_where_the_optimizer_binds_the_least_memory_will_do() -> None:
         "offload_activations": False,
         "prefetch_depth": 0,
         "grad_buffers": 1,
+        "keep_attention": False,
         "kept_graphs": 0,
         "resident_layers": 0,
     }
@@ -60,6 +64,42 @@ def test_where_compute_binds_nothing_is_computed_again_that_can_be_kept() -> Non
     found = choose(every(), Clocked(rates(link=FAST, adamw=FAST, flops=1e6)))
     assert found.settled["kept_graphs"] == LAYERS
     assert found.config.kept_graphs == "auto"
+
+
+# Of one long sequence, where attention is most of what is computed.
+LONG = replace(subject(LAYERS, "float32"), batch=1, sequence=1024)
+
+
+def test_where_graphs_do_not_fit_but_attention_does_it_is_not_computed_again() -> None:
+    config = EngineConfig(dtype="float32")
+    frugal = replace(config, prefetch_depth=0, grad_buffers=1, offload_activations=False, keep_attention=True)
+    room = card(planned(LONG, frugal, ROOMY).device_bytes)
+    tried, clocked = candidates(LONG, config, room), Clocked(rates(link=FAST, adamw=FAST, flops=1e6))
+    found = choose(tried, clocked)
+    assert (found.settled["keep_attention"], found.settled["kept_graphs"]) == (True, 0)
+    assert found.config.keep_attention == "auto"
+    without = choose([each for each in tried if not each.settled["keep_attention"]], clocked)
+    assert clocked.step_s(found) < 0.9 * clocked.step_s(without)
+    told = {each.name: each for each in alternatives(found, clocked, KNOBS)}
+    assert list(told["keep_attention=False"].causes) == ["compute"]
+
+
+def test_where_all_graphs_are_kept_there_is_no_attention_to_keep() -> None:
+    tried = every(keep_attention=True)
+    assert {each.settled["keep_attention"] for each in tried if each.settled["kept_graphs"] == LAYERS} == {False}
+    assert {each.settled["keep_attention"] for each in tried if each.settled["kept_graphs"] == 0} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("seen", "choices"),
+    [(LONG, {"compile": True}), (replace(LONG, widths=replace(LONG.widths, fused=False)), {})],
+    ids=["compiled", "not fused"],
+)
+def test_attention_is_not_kept_where_it_cannot_be(seen: Subject, choices: dict[str, Any]) -> None:
+    config = EngineConfig(dtype="float32", **choices)
+    tried = candidates(seen, config, ROOMY)
+    assert {each.config.keep_attention for each in tried} == {False}
+    assert not choose(tried, Clocked(rates(flops=1e6))).settled["keep_attention"]
 
 
 def test_where_launching_costs_much_the_micro_batch_is_the_whole_batch() -> None:

@@ -46,13 +46,25 @@ class Advice:
 def problems(subject: Subject, config: EngineConfig, machine: Machine | None, needs: Needs) -> list[str]:
     """One sentence for everything that runs out: how much is needed, how much there is, and what to change."""
     found = []
-    if config.device == "cuda" and machine is not None and machine.gpu is None:
+    if machine is not None and _lacks_gpu(config, machine):
         found.append(f'device="cuda", but {machine.name} has no GPU that torch can use; choose "auto" or "cpu"')
-    for limit in limits(config, machine):
-        needed = limit.of(needs)
-        if needed > limit.free_bytes:
-            found.append(_sentence(limit, needed, advice(subject, config, machine, needs, limit.of)))
+    for limit in exceeded(config, machine, needs):
+        found.append(_sentence(limit, limit.of(needs), advice(subject, config, machine, needs, limit.of)))
     return found
+
+
+def fits(config: EngineConfig, machine: Machine | None, needs: Needs) -> bool:
+    """Whether there are no `problems`, without looking for a way out of them, which takes a dozen further plans."""
+    return not (_lacks_gpu(config, machine) or exceeded(config, machine, needs))
+
+
+def exceeded(config: EngineConfig, machine: Machine | None, needs: Needs) -> list[Limit]:
+    """What runs out of bytes."""
+    return [limit for limit in limits(config, machine) if limit.of(needs) > limit.free_bytes]
+
+
+def _lacks_gpu(config: EngineConfig, machine: Machine | None) -> bool:
+    return config.device == "cuda" and machine is not None and machine.gpu is None
 
 
 def tiers(config: EngineConfig, machine: Machine | None) -> dict[str, Callable[[Needs], int]]:

@@ -22,6 +22,7 @@ from megatrain.workspace import Workspace
 
 OFFLOADED = "offloaded layer inputs"
 WORKSPACE = "workspace (estimate)"
+KEPT_ATTENTION = "kept attention"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class Needs:
         return self.choice.kept_graphs
 
     @property
+    def keeps_attention(self) -> bool:
+        """Whether there is attention that is not computed again; with graphs of all layers there is none."""
+        return self.device[KEPT_ATTENTION] > 0
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
@@ -116,6 +122,11 @@ def needs_of(subject: Subject, config: EngineConfig, machine: Machine | None) ->
     device = {term.name.replace("_", " "): getattr(held, term.name) for term in fields(held)}
     inputs = offloaded_bytes(len(subject.layouts), size.micro_batches, size.micro_batch_bytes) if choice.offload else 0
     return Needs(choice, size, host | {OFFLOADED: inputs}, device | {WORKSPACE: extra.total}, extra)
+
+
+def can_keep_attention(subject: Subject, config: EngineConfig) -> bool:
+    """Whether `keep_attention` may be on, and would come to something: fused kernels, layers that are not compiled."""
+    return subject.widths.fused and not config.compile
 
 
 def on_cpu(config: EngineConfig, machine: Machine | None) -> bool:

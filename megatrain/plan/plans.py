@@ -6,7 +6,8 @@ parameters is planned on a laptop in seconds. What kernels and autograd take on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from megatrain.anatomy.meta import meta_model
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.machine import Machine
-from megatrain.plan.fit import advice, gb, problems, tiers
+from megatrain.plan.fit import advice, fits, gb, problems, tiers
 from megatrain.plan.needs import Needs, Subject, needs_of
 from megatrain.shapes import require_agreement
 
@@ -26,18 +27,22 @@ class Plan:
     """What a run needs, and what speaks against it.
 
     host, device: bytes by name; a device term whose name ends in "(estimate)" comes on top of what the engine
-    holds. problems: empty if the run fits. active_parameters: of matrix products that one token meets.
+    holds. active_parameters: of matrix products that one token meets.
     """
 
     subject: Subject
     config: EngineConfig
     machine: Machine | None
     needs: Needs
-    problems: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
-        return not self.problems
+        return fits(self.config, self.machine, self.needs)
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """What runs out and what to change, in sentences; none if the run fits."""
+        return problems(self.subject, self.config, self.machine, self.needs)
 
     @property
     def host(self) -> dict[str, int]:
@@ -118,8 +123,7 @@ def require_tokens(batch: int, sequence: int) -> None:
 
 def planned(subject: Subject, config: EngineConfig, machine: Machine | None) -> Plan:
     """The same, of a model that was read already; with another configuration of the same dtype, too."""
-    needs = needs_of(subject, config, machine)
-    return Plan(subject, config, machine, needs, problems(subject, config, machine, needs))
+    return Plan(subject, config, machine, needs_of(subject, config, machine))
 
 
 # ---- in words ----

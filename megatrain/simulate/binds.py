@@ -38,8 +38,13 @@ def bounds(simulated: Simulated) -> Bounds:
     plan, rates = simulated.plan, simulated.rates
     rows = plan.needs.size.micro_batch_tokens // plan.needs.size.sequence
     needs = plan.needs
-    as_planned: dict[str, Any] = {"resident_layers": needs.knobs.resident_layers, "kept_graphs": needs.kept_graphs}
-    config = replace(plan.config, micro_batch_size=rows, **as_planned)
+    as_planned: dict[str, Any] = {
+        "micro_batch_size": rows,
+        "resident_layers": needs.knobs.resident_layers,
+        "keep_attention": needs.keeps_attention,
+        "kept_graphs": needs.kept_graphs,
+    }
+    config = replace(plan.config, **as_planned)
     twice = planned(replace(plan.subject, batch=2 * plan.subject.batch), config, plan.machine)
     return Bounds(
         simulated.step_s,

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.config import EngineConfig
 from megatrain.plan import Needs, Plan, planned
+from megatrain.plan.needs import can_keep_attention
 from megatrain.simulate.play import STEPS, play
 from megatrain.simulate.run import Simulated
 
@@ -15,6 +16,7 @@ NAMES = {
     "prefetch_depth": "prefetch depth",
     "grad_buffers": "gradient buffers",
     "resident_layers": "resident layers",
+    "keep_attention": "kept attention",
     "kept_graphs": "kept graphs",
     "micro_batch_size": "micro-batch size",
 }
@@ -34,7 +36,8 @@ class Setting:
 
     @property
     def words(self) -> str:
-        return f"{NAMES[self.knob]} {self.value}"
+        value = ("no", "yes")[self.value] if self.knob == "keep_attention" else self.value
+        return f"{NAMES[self.knob]} {value}"
 
 
 def knob_table(simulated: Simulated) -> list[Setting]:
@@ -55,6 +58,7 @@ def _settled(plan: Plan) -> dict[str, Any]:
         "prefetch_depth": knobs.prefetch_depth,
         "grad_buffers": knobs.grad_buffers,
         "resident_layers": knobs.resident_layers,
+        "keep_attention": plan.needs.keeps_attention,
         "kept_graphs": plan.needs.kept_graphs,
         "micro_batch_size": size.micro_batch_tokens // size.sequence,
     }
@@ -66,6 +70,7 @@ def _values(plan: Plan, settled: dict[str, Any]) -> Iterator[tuple[str, int]]:
         "prefetch_depth": {0, 1, 2},
         "grad_buffers": {1, 2, 3},
         "resident_layers": {0, _filled(plan, settled, "resident_layers").knobs.resident_layers},
+        "keep_attention": {False, True} if can_keep_attention(plan.subject, plan.config) else {False},
         "kept_graphs": {0, _filled(plan, settled, "kept_graphs").kept_graphs},
         "micro_batch_size": {rows // 2, 2 * rows, 4 * rows},
     }

@@ -30,7 +30,7 @@ class Works:
         self._subject, self._config = plan.subject, plan.config
         self._size = plan.needs.size
         self._arithmetic = plan.subject.arithmetic
-        self._keeps_attention = plan.needs.choice.keep_attention and plan.subject.widths.fused
+        self._keeps_attention = plan.needs.keeps_attention
         self._areas = _areas(plan)
         self._frozen_in: dict[int | None, int | None] = {}  # weights slot → the layer whose frozen weights lie there
         self._cached = cache(self._work)

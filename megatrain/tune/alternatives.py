@@ -51,7 +51,7 @@ def alternatives(chosen: Candidate, clocked: Clocked, knobs: Collection[str]) ->
 
 def _turns(chosen: Candidate, knobs: Collection[str]) -> Iterator[tuple[str, Any]]:
     for knob in knobs:
-        for value in KNOBS[knob](chosen.plan.subject):
+        for value in KNOBS[knob](chosen.plan.subject, chosen.config):
             yield knob, False if (knob, value) == ("offload_activations", "auto") else value
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from megatrain.config import EngineConfig
 from megatrain.machine import Machine
 from megatrain.plan import Plan, planned
-from megatrain.plan.needs import Subject
+from megatrain.plan.needs import Subject, can_keep_attention
 
-Values = Callable[[Subject], tuple[Any, ...]]
+Values = Callable[[Subject, EngineConfig], tuple[Any, ...]]
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -24,15 +24,16 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 # "auto" is settled by the plan as the engine settles it.
 KNOBS: dict[str, Values] = {
-    "micro_batch_size": lambda subject: _divisors(subject.batch),
-    "offload_activations": lambda subject: (True, "auto"),
-    "prefetch_depth": lambda subject: tuple(range(min(5, len(subject.layouts)))),
-    "grad_buffers": lambda subject: (1, 2, 3),
-    "kept_graphs": lambda subject: (0, "auto"),
-    "resident_layers": lambda subject: (0, "auto"),
+    "micro_batch_size": lambda subject, config: _divisors(subject.batch),
+    "offload_activations": lambda subject, config: (True, "auto"),
+    "prefetch_depth": lambda subject, config: tuple(range(min(5, len(subject.layouts)))),
+    "grad_buffers": lambda subject, config: (1, 2, 3),
+    "keep_attention": lambda subject, config: (False, "auto") if can_keep_attention(subject, config) else (False,),
+    "kept_graphs": lambda subject, config: (0, "auto"),
+    "resident_layers": lambda subject, config: (0, "auto"),
 }
 # More of these never makes a step longer, so that a step with the most of each bounds all that have less.
-ONLY_HELP = ("prefetch_depth", "grad_buffers", "kept_graphs", "resident_layers")
+ONLY_HELP = ("prefetch_depth", "grad_buffers", "keep_attention", "kept_graphs", "resident_layers")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Candidate:
             "offload_activations": needs.offload,
             "prefetch_depth": needs.knobs.prefetch_depth,
             "grad_buffers": needs.knobs.grad_buffers,
+            "keep_attention": needs.keeps_attention,
             "kept_graphs": needs.kept_graphs,
             "resident_layers": needs.knobs.resident_layers,
         }
@@ -66,7 +68,7 @@ def candidates(
 ) -> list[Candidate]:
     """Every combination of the values of `knobs`, once; the others stay as `config` says. They need not fit."""
     found: dict[tuple[Any, ...], Candidate] = {}
-    for choice in _choices(subject, knobs):
+    for choice in _choices(subject, config, knobs):
         candidate = Candidate(changed := replace(config, **choice), planned(subject, changed, machine))
         settled = candidate.settled
         plain = {knob: settled[knob] for knob in choice if choice[knob] == "auto" and not _gives_way(knob, settled)}
@@ -74,9 +76,9 @@ def candidates(
     return list(found.values())
 
 
-def _choices(subject: Subject, knobs: Collection[str]) -> Iterator[dict[str, Any]]:
+def _choices(subject: Subject, config: EngineConfig, knobs: Collection[str]) -> Iterator[dict[str, Any]]:
     require_knobs(knobs)
-    for values in product(*(KNOBS[knob](subject) for knob in knobs)):
+    for values in product(*(KNOBS[knob](subject, config) for knob in knobs)):
         yield dict(zip(knobs, values, strict=True))
 
 

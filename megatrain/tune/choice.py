@@ -1,10 +1,10 @@
 """The fastest candidate that fits, by the engine's own schedule on a clock.
 
 Note: what need not be simulated
-    More layers ahead, gradient buffers, kept graphs or resident layers never make a step longer. So of all candidates
-    with one micro-batch size and one place for saved inputs, the richest is simulated first, whether it fits or not: no
-    other can be faster. The same holds among those of them that agree in one more knob. What is slow in its richest
-    form is skipped.
+    More layers ahead, gradient buffers, kept attention, kept graphs or resident layers never make a step longer. So of
+    all candidates with one micro-batch size and one place for saved inputs, the richest is simulated first, whether it
+    fits or not: no other can be faster. The same holds among those of them that agree in one more knob. What is
+    slow in its richest form is skipped.
 """
 
 from __future__ import annotations
