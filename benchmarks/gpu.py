@@ -3,15 +3,16 @@
     python -m benchmarks.gpu --seconds 540 --out gpu.json
     python -m benchmarks.gpu --device cpu --tiny          the same code on a CPU in toy sizes, to see that it runs
 
-parity   tiny models of several families: the same losses, norms and weights as plain training on the card
-link     the engine's lanes alone: each way and both at once, registered memory beside torch's pinned memory
-matmul   a big bfloat16 product: the rate that MFU is counted against
-adamw    AdamW and plain copies in host memory, by threads
-stream   a Llama shape at depths 0 to 3 and several batch sizes: throughput, overlap, waits, memory, the bound
-capped   the same with little device memory
-plain    the engine beside plain Hugging Face, with as many layers as fit plainly
-depth    layers as wide as those of an 8B model, 28 and 180 of them, in the host storage of a few ("virtual depth")
-wide     layers as wide as a dense model's of 120 B and gpt-oss-120b's, likewise, beside their simulation
+parity     tiny models of several families: the same losses, norms and weights as plain training on the card
+link       the engine's lanes alone: each way and both at once, registered memory beside torch's pinned memory
+matmul     a big bfloat16 product: the rate that MFU is counted against
+adamw      AdamW and plain copies in host memory, by threads
+attention  a layer of an 8B model forward and backward, by each kernel of torch's attention, at several lengths
+stream     a Llama shape at depths 0 to 3 and several batch sizes: throughput, overlap, waits, memory, the bound
+capped     the same with little device memory
+plain      the engine beside plain Hugging Face, with as many layers as fit plainly
+depth      layers as wide as those of an 8B model, 28 and 180 of them, in the host storage of a few ("virtual depth")
+wide       layers as wide as a dense model's of 120 B and gpt-oss-120b's, likewise, beside their simulation
 
 Each part is on disk as soon as it is known. A part that fails or does not fit into the time says so in its place.
 """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from benchmarks import depth, link, parity, wide
+from benchmarks import attention, depth, link, parity, wide
 from benchmarks.bounds import Rates
 from benchmarks.budget import Budget
 from benchmarks.deep import Deep, made_virtual
@@ -42,6 +42,8 @@ class Sizes:
     adamw_rounds: int
     deep: list[int]  # layers, at virtual depth
     wide: list[str]
+    lengths: list[int]  # of sequences, for attention
+    attention_tokens: int  # of a micro-batch, at least one sequence
 
 
 FULL = Sizes(
@@ -57,6 +59,8 @@ FULL = Sizes(
     adamw_rounds=5,
     deep=[28, 180],
     wide=["dense-120b", "gpt-oss-120b"],
+    lengths=[512, 2048, 8192, 32_768],
+    attention_tokens=8192,
 )
 TOY = Sizes(
     sequence=16,
@@ -71,6 +75,8 @@ TOY = Sizes(
     adamw_rounds=1,
     deep=[3, 6],
     wide=["tiny-dense", "tiny-gpt-oss"],
+    lengths=[16, 48],
+    attention_tokens=32,
 )
 
 
@@ -145,6 +151,16 @@ def run_adamw(run: Run) -> None:
     run.report.put("adamw", optimizer_alone(run.sizes.adamw_params, run.sizes.adamw_rounds))
 
 
+def run_attention(run: Run) -> None:
+    shape, sizes = TINY if run.shape == TINY else LLAMA["8b"], run.sizes
+    rounds = 10 * run.rounds  # of milliseconds each
+
+    def save(found: dict[str, Any]) -> None:
+        run.report.put("attention", found)
+
+    attention.measure(run.device, shape, sizes.lengths, sizes.attention_tokens, rounds, save)
+
+
 def run_stream(run: Run) -> None:
     _stream(run, "stream", run.depths, cap_bytes=None, reserve_s=150)
 
@@ -204,6 +220,7 @@ PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
     "link": (run_link, 15),
     "matmul": (run_matmul, 10),
     "adamw": (run_adamw, 30),
+    "attention": (run_attention, 30),
     "stream": (run_stream, 150),
     "capped": (run_capped, 120),
     "plain": (run_plain, 60),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import depth
+from benchmarks import attention, depth
 from benchmarks.gpu_parts import FAILED, SKIPPED, measured
 from benchmarks.table import Cell, table
 
 
 def summary(values: dict[str, Any]) -> str:
     """The short tables, of whatever was measured."""
-    blocks = [_parity_lines, _rate_lines, _stream_table, _plain_table, _depth_table, _wide_table, _trouble_lines]
+    blocks = [_parity_lines, _rate_lines, _attention_table, _stream_table, _plain_table, _depth_table, _wide_table]
+    blocks.append(_trouble_lines)
     return "\n\n".join(text for block in blocks if (text := block(values)))
 
 
@@ -38,6 +39,10 @@ def _rate_lines(values: dict[str, Any]) -> str:
             rate = f"{best['params_per_s'] / 1e9:.2f} G/s, {best['gb_per_s']:.0f} GB/s"
             lines.append(f"{name}: {rate} with {best['threads']} threads")
     return "\n".join(lines)
+
+
+def _attention_table(values: dict[str, Any]) -> str:
+    return attention.summary(values["attention"]) if measured(values.get("attention")) else ""
 
 
 STREAM_HEADER = ["", "s/step", "predicted", "tok/s", "TFLOP/s", "MFU", "h2d", "d2h", "AdamW", "waits", "GB", "planned"]

@@ -36,6 +36,7 @@ from megatrain import EngineConfig
 from megatrain.config import Dtype
 
 NONE, TOGETHER = "none", "together"
+KERNELS = ("flash", "math")  # of attention, on a CPU; one at a time, and none beside compiled layers
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class Settings:
             "tile_tokens": {"tile_tokens": self.tile_tokens},
             "compile": {"compile": True},
             "kept_graphs": {"kept_graphs": self.shape.layers},
+            **{name: {"attention": name} for name in KERNELS},
         }
         chosen = {name: fields for name, fields in levers.items() if not self.only or name in self.only}
-        together = {name: value for fields in chosen.values() for name, value in fields.items()}
-        return {NONE: {}, **chosen, **({TOGETHER: together} if len(chosen) > 1 else {})}
+        joined = [fields for name, fields in chosen.items() if name not in KERNELS]
+        together = {name: value for fields in joined for name, value in fields.items()}
+        return {NONE: {}, **chosen, **({TOGETHER: together} if len(joined) > 1 else {})}
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> Ours:

@@ -15,6 +15,7 @@ OptimizerOverlap = Literal["forward", "backward", "none"]
 Auto = Literal["auto"]
 Rounding = Literal["torch", "fast"]
 Placement = Literal["auto", "none"]
+Attention = Literal["torch", "measured", "flash", "cudnn", "efficient", "math"]
 Knob = Literal[
     "micro_batch_size",
     "offload_activations",
@@ -98,6 +99,11 @@ class EngineConfig:
         are not computed again; "auto" fills the device memory that is left, before resident layers do.
     keep_attention: of layers that are computed again, what fused attention gave stays on the device from forward to
         backward: as much as a layer's input, for what takes most of the time of long sequences. "auto" = if it fits.
+    attention: the kernel of torch's scaled_dot_product_attention that layers run. "torch" = as torch chooses. A name =
+        this one wherever it can run, and torch's choice where it cannot. "measured" = in the first step that meets a
+        new size, of up to eight, a layer is timed forward and backward by each that runs, and the fastest is kept.
+        Each rounds in its own way: results have the bits of plain Hugging Face with the same kernel, and where it is
+        measured, another run may choose another. "math" keeps whole scores.
     offload_activations: saved layer inputs go to the host; "auto" = only if they would not fit.
     loss_chunk_tokens: tokens whose logits exist at one time.
     tile_tokens: tokens whose activations within an MLP exist at one time, forward and backward; None = a micro-batch's.
@@ -123,6 +129,7 @@ class EngineConfig:
     resident_layers: int | Auto = 0
     kept_graphs: int | Auto = 0
     keep_attention: bool | Auto = False
+    attention: Attention = "torch"
     offload_activations: bool | Auto = "auto"
     loss_chunk_tokens: int = 1024
     tile_tokens: int | None = None
@@ -155,6 +162,14 @@ class EngineConfig:
             not (self.compile and self.keep_attention),
             "keep_attention needs layers that run as they are; leave it out, or compile",
             self.keep_attention,
+        )
+        _require(
+            self.attention in get_args(Attention), f"attention must be one of {get_args(Attention)}", self.attention
+        )
+        _require(
+            not (self.compile and self.attention != "torch"),
+            'attention kernels are chosen for layers that run as they are; leave attention at "torch", or compile',
+            self.attention,
         )
         _require(
             _is_int(self.loss_chunk_tokens) and self.loss_chunk_tokens >= 1,

@@ -158,6 +158,7 @@ class StreamingEngine:
             self.config.throttle,
             parts.CompiledLayers(self._anatomy.layers) if self.config.compile else None,
             self._placement.host_cpus,
+            self.config.attention,
         )
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
@@ -178,6 +179,7 @@ class StreamingEngine:
         parts.check(self._anatomy)
         if self.config.tile_tokens is not None:
             parts.check_tiles(self._anatomy)
+        parts.require_choice(model, self.config.attention)
         self._arithmetic = parts.arithmetic(model, self._anatomy.stack)
         self._widths = parts.widths(model, self._anatomy.units)
         self._layouts, self._shell_layout = layouts_of(self._anatomy, getattr(torch, self.config.dtype))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -93,8 +93,10 @@ class Executor:
         throttle: Throttle | None = None,
         compiled: parts.CompiledLayers | None = None,
         host_cpus: frozenset[int] | None = None,
+        attention: str = "torch",
     ) -> None:
         self._anatomy = anatomy
+        self._kernels = parts.Kernels(attention, anatomy.layers, device)
         self._layouts = layouts
         self._host = host
         self._device = device
@@ -328,6 +330,7 @@ class Executor:
         assert op.slot is not None
         hidden = self.saved.get(layer, mb)
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
+            self._rehearse_attention(state, layer, mb, slot, hidden)
             if op.graph:
                 output = self._forward_with_graph(state, layer, mb, slot, hidden)
             else:
@@ -346,7 +349,25 @@ class Executor:
             state.random_states[(layer, mb)] = self._random.get()
         if state.keep_attention and layer >= state.shape.backward_from:
             return self._forward_keeping_attention(state, layer, mb, slot, hidden)
-        return parts.forward(self._layers[layer], self._tensors(layer, slot), state.tapes[mb], layer, hidden)
+        tape = state.tapes[mb]
+        with self._kernels.within(layer, tape.calls[layer], hidden):
+            return parts.forward(self._layers[layer], self._tensors(layer, slot), tape, layer, hidden)
+
+    def _rehearse_attention(
+        self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Where a layer that is trained meets a call that is new, learn by which kernel to run it."""
+        call = state.tapes[mb].calls[layer]
+        if layer < state.shape.backward_from or not self._kernels.is_new(layer, call, hidden):
+            return
+        module, tensors = self._layers[layer], self._tensors(layer, slot)
+        tape = replace(state.tapes[mb], extra_gradients={}, collected={}, collected_gradients={})  # that nobody reads
+
+        def run() -> None:
+            graph = parts.Graph(module, tensors, self._trained[layer], tape, layer, hidden)
+            graph.backward(torch.ones_like(graph.output), lambda name, gradient: None)
+
+        self._kernels.rehearse(layer, call, hidden, run)
 
     def _forward_with_graph(
         self, state: StepState, layer: int, mb: int, slot: torch.Tensor, hidden: torch.Tensor
@@ -376,8 +397,9 @@ class Executor:
         hidden: torch.Tensor,
         within: AbstractContextManager[None],
     ) -> parts.Graph:
-        module, tensors = self._layers[layer], self._tensors(layer, slot)
-        return parts.Graph(module, tensors, self._trained[layer], state.tapes[mb], layer, hidden, within)
+        module, tensors, tape = self._layers[layer], self._tensors(layer, slot), state.tapes[mb]
+        with self._kernels.within(layer, tape.calls[layer], hidden):
+            return parts.Graph(module, tensors, self._trained[layer], tape, layer, hidden, within)
 
     def _tensors(self, layer: int, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         return self._anatomy.units[layer].with_aliases(self._layouts[layer].views(slot))
@@ -389,7 +411,8 @@ class Executor:
         assert number is not None
 
         def work(stream: Stream) -> int:
-            with self.weights[number].during(weight_states(op, spent=False)) as slot:
+            state = weight_states(op, spent=False)
+            with self.weights[number].during(state) as slot, self._kernels.within_inference():
                 tensors = self._tensors(layer, slot)
                 answer.append(context.run(parts.call, self._anatomy.layers[layer], tensors, args, kwargs))
             return 0

@@ -15,6 +15,11 @@ from megatrain.steering import Knobs
 from megatrain.workspace import Workspace, workspace
 
 
+def fuses(widths: Widths, config: EngineConfig) -> bool:
+    """Whether kernels of attention are fused: scores are never whole, and what they give can be kept."""
+    return widths.fused and config.attention != "math"
+
+
 @dataclass(frozen=True)
 class Choice:
     """How a step uses the device: knobs, whether saved inputs go to the host, what is not computed again."""
@@ -67,6 +72,7 @@ class Fitting:
             offload=offload,
             tile_tokens=self.config.tile_tokens,
             compiled=self.config.compile,
+            math=self.config.attention == "math",
         )
 
     def graph_bytes(self, size: StepSize) -> int:
@@ -76,7 +82,7 @@ class Fitting:
 
     def attention_bytes(self, size: StepSize, kept_graphs: int) -> int:
         """Of what attention gives for the whole batch, with one float32 number per head, in layers without graphs."""
-        if not self.widths.fused:
+        if not fuses(self.widths, self.config):
             return 0
         token_bytes = self.widths.attention * self._itemsize + 4 * self.widths.heads
         return (self._reached - kept_graphs) * size.tokens * token_bytes

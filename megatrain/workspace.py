@@ -3,7 +3,8 @@
 Kernels, autograd and the model's own code allocate it; nobody can add it up exactly for every model. The
 factors below were found by counting live bytes on a CPU (torch 2.13, transformers 5.23): for llama, qwen3,
 gemma3, gpt_oss and qwen3_moe in both dtypes the estimate is 0.9 to 1.2 times the count. Attention that is not
-fused and computes its softmax in float32 takes up to twice the scores' estimate in bfloat16.
+fused and computes its softmax in float32 takes up to twice the scores' estimate in bfloat16; torch's own unfused
+kernel (attention="math") was counted for llama and gemma3.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatrain.memory import StepSize
 PRODUCT_COPIES = 1.2  # of the inputs and outputs of matrix products; the rest is activation functions
 NORM_BYTES = 8  # norms keep their input in float32, and more than that on the way back
 SCORE_COPIES = 3  # of whole attention scores: themselves, their softmax and its gradient
+MATH_COPIES = 2  # of torch's unfused kernel, whose scores are float32 whatever the compute dtype
 LOGIT_BYTES = 12  # float32 log-probabilities, their gradient and the logits' gradient, whatever the compute dtype
 
 
@@ -29,6 +31,7 @@ class Workspace:
     first_input: int  # layer 0's input, which the shell's graph keeps also when saved inputs are offloaded
     recompute: int  # what autograd saves of one layer for one micro-batch
     scores: int  # of attention that is not fused
+    kept_scores: int  # of them, what autograd saves
     layer_gradient: int  # what is on its way from autograd to the gradient buffer at one time: the largest one
     loss_chunk: int
     head_gradient: int  # with the logits' gradient, from which it is computed
@@ -36,16 +39,12 @@ class Workspace:
     @property
     def kept_of_a_layer(self) -> int:
         """What autograd saves of one layer between its forward and its backward."""
-        return self.recompute + self._kept_scores
-
-    @property
-    def _kept_scores(self) -> int:
-        return self.scores * (SCORE_COPIES - 1) // SCORE_COPIES
+        return self.recompute + self.kept_scores
 
     @property
     def layer(self) -> int:
-        """One layer's backward: its scores are whole in its attention, and a third is gone before and after."""
-        return self.recompute + max(self.scores, self._kept_scores + self.layer_gradient)
+        """One layer's backward: its scores are whole in its attention, and one copy is gone before and after."""
+        return self.recompute + max(self.scores, self.kept_scores + self.layer_gradient)
 
     @property
     def head(self) -> int:
@@ -67,23 +66,34 @@ def workspace(
     offload: bool,
     tile_tokens: int | None = None,
     compiled: bool = False,
+    math: bool = False,
 ) -> Workspace:
     """Estimate a step of this size.
 
     itemsize: bytes of the compute dtype. chunk_tokens: tokens of a loss chunk. tile_tokens: of a tile of a layer's MLP,
-    None = all at once. compiled: layers are; their gradients come all at once.
+    None = all at once. compiled: layers are; their gradients come all at once. math: of the kernels that a fused model
+    might run, it is to run torch's unfused one.
     """
     logits = min(chunk_tokens, size.micro_batch_tokens) * widths.vocabulary
-    scores = 0 if widths.fused else widths.heads * size.micro_batch_tokens * size.sequence
+    copies, score_bytes = _scores(widths, size, itemsize, math=math)
     return Workspace(
         masks=widths.mask_kinds * size.tokens * size.sequence * (1 if widths.fused else itemsize),
         first_input=size.boundary_bytes if offload else 0,
         recompute=_recompute(widths, size.micro_batch_tokens, tile_tokens, itemsize),
-        scores=SCORE_COPIES * scores * itemsize,
+        scores=copies * score_bytes,
+        kept_scores=(copies - 1) * score_bytes,
         layer_gradient=_gradients_at_once(layouts, tiles=tile_tokens is not None, compiled=compiled),
         loss_chunk=logits * LOGIT_BYTES,
         head_gradient=logits * itemsize + _largest_gradient([shell]),
     )
+
+
+def _scores(widths: Widths, size: StepSize, itemsize: int, *, math: bool) -> tuple[int, int]:
+    """How often whole scores are in memory at most, one of which autograd does not save, and bytes of each time."""
+    scores = widths.heads * size.micro_batch_tokens * size.sequence
+    if not widths.fused:
+        return SCORE_COPIES, scores * itemsize
+    return (MATH_COPIES, 4 * scores) if math else (1, 0)
 
 
 def _recompute(widths: Widths, tokens: int, tile_tokens: int | None, itemsize: int) -> int:

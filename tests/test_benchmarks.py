@@ -277,6 +277,8 @@ def test_every_part_of_the_gpu_script_runs_on_a_cpu(tmp_path: Path, capsys: pyte
     found = json.loads(out.read_text())
     assert found.keys() >= gpu_parts.PARTS.keys()
     assert not any(name.endswith(gpu_parts.FAILED) for name in found)
+    assert found["attention"]["16"]["seconds"].keys() == {"torch", "flash", "math"}
+    assert found["attention"]["48"]["without"] == {"cudnn": "did not run", "efficient": "did not run"}
     stream = found["stream"]["0.125K tokens, depth 1"]
     assert stream["bound"]
     assert stream["peak_bytes"] > 0
@@ -291,6 +293,7 @@ def test_every_part_of_the_gpu_script_runs_on_a_cpu(tmp_path: Path, capsys: pyte
     assert "loss" not in json.dumps([found["depth"], found["wide"]])
     printed = capsys.readouterr().out
     assert "0.0625K tokens, depth 1, capped" in printed
+    assert "1 × 48" in printed
     assert "ours ÷ plain" in printed
     assert virtual in printed
     assert "tiny-gpt-oss, virtual depth (4 layers in the storage of 2)" in printed
@@ -454,9 +457,9 @@ def test_every_setting_is_predicted_and_trained() -> None:
 
 def test_levers_run_in_turn_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "levers.json"
-    levers.main(["--tiny", "--only", "tile_tokens", "kept_graphs", "--out", str(out)])
+    levers.main(["--tiny", "--only", "tile_tokens", "kept_graphs", "math", "--out", str(out)])
     result = json.loads(out.read_text())
-    assert list(result["contenders"]) == ["none", "tile_tokens", "kept_graphs", "together"]
+    assert list(result["contenders"]) == ["none", "tile_tokens", "kept_graphs", "math", "together"]
     for figures in result["contenders"].values():
         assert figures["worst_relative_loss_difference"] <= levers.OURS_ALLOWED["float32"]
         assert figures["step_s"] > 0
@@ -464,6 +467,13 @@ def test_levers_run_in_turn_and_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "together" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="knows no lever named magic"):
         levers.main(["--tiny", "--only", "magic"])
+
+
+def test_no_kernel_of_attention_is_among_all_levers_together() -> None:
+    contenders = levers.settings_of(levers.parse([])).contenders
+    assert contenders["math"] == {"attention": "math"}
+    assert contenders["together"].keys() == {"tile_tokens", "compile", "kept_graphs"}
+    assert "together" not in levers.settings_of(levers.parse(["--only", "flash", "math", "compile"])).contenders
 
 
 def test_a_lever_that_changes_the_losses_fails_the_run() -> None:

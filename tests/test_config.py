@@ -19,6 +19,7 @@ ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("kept_graphs", r'kept_graphs must be a whole number ≥ 0 or "auto"', [-1, 0.5, True, "all", None]),
     ("offload_activations", r'offload_activations must be True, False or "auto"', [1, "yes", None]),
     ("keep_attention", r'keep_attention must be True, False or "auto"', [1, "yes", None]),
+    ("attention", r"attention must be one of \('torch', 'measured', 'flash', .*\)", ["sdpa", "auto", True, None]),
     ("loss_chunk_tokens", r"loss_chunk_tokens must be a whole number ≥ 1", [0, -5, 1e3, True, None]),
     ("tile_tokens", r"tile_tokens must be a whole number ≥ 1, or None", [0, -5, 1e3, True]),
     ("compile", r"compile must be True or False", [1, None, "yes"]),
@@ -50,6 +51,7 @@ ENGINE_ALLOWED: dict[str, list[object]] = {
     "kept_graphs": ["auto", 0, 12],
     "offload_activations": ["auto", True, False],
     "keep_attention": ["auto", True, False],
+    "attention": ["torch", "measured", "flash", "cudnn", "efficient", "math"],
     "loss_chunk_tokens": [1, 1 << 20],
     "tile_tokens": [None, 1, 4096],
     "compile": [True, False],
@@ -110,6 +112,13 @@ def test_adamw_value(field: str, value: Any) -> None:
 def test_compiled_layers_keep_no_attention() -> None:
     with pytest.raises(ValueError, match="keep_attention needs layers that run as they are"):
         EngineConfig(compile=True, keep_attention=True)
+
+
+@pytest.mark.parametrize("attention", ["measured", "flash", "math"])
+def test_compiled_layers_run_the_attention_that_torch_chooses(attention: Any) -> None:
+    with pytest.raises(ValueError, match=f'leave attention at "torch", or compile; got {attention!r}'):
+        EngineConfig(compile=True, attention=attention)
+    assert EngineConfig(compile=True).attention == "torch"
 
 
 def test_every_field_has_its_rule() -> None:

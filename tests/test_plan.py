@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain import anatomy as parts
 from megatrain import host
 from megatrain.anatomy import calls
+from megatrain.anatomy.kernels import attention_by
 from megatrain.anatomy.meta import meta_model, token_elements
 from megatrain.anatomy.presets import PRESETS, dense_120b, gpt_oss_20b, gpt_oss_120b, llama_8b, named_config
 from megatrain.config import AdamWConfig, EngineConfig
@@ -347,23 +348,35 @@ def _scaled(family: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("family", "tokens"),
-    [("llama", 128), ("qwen3", 128), ("gemma3_text", 128), ("gpt_oss", 64), ("gpt_oss", 512), ("qwen3_moe", 128)],
+    ("family", "tokens", "attention"),
+    [
+        ("llama", 128, "torch"),
+        ("qwen3", 128, "torch"),
+        ("gemma3_text", 128, "torch"),
+        ("gpt_oss", 64, "torch"),
+        ("gpt_oss", 512, "torch"),
+        ("qwen3_moe", 128, "torch"),
+        ("llama", 512, "math"),
+        ("llama", 1024, "math"),
+        ("gemma3_text", 512, "math"),
+    ],
 )
-def test_workspace_of_a_layer_is_near_what_its_backward_takes(family: str, tokens: int, dtype: torch.dtype) -> None:
+def test_workspace_of_a_layer_is_near_what_its_backward_takes(
+    family: str, tokens: int, attention: Any, dtype: torch.dtype
+) -> None:
     """gpt_oss is taken short, where an expert's gradient is most of it, and long, where attention scores are."""
-    rows = 2
+    rows, config = 2, replace(_engine_config(dtype), attention=attention)
     model = _scaled(family).to(dtype)
     anatomy = parts.Anatomy(model)
     parts.check(anatomy)
-    subject = needs.Subject.of(model, _engine_config(dtype), batch=rows, sequence=tokens)
-    estimate = needs.needs_of(subject, _engine_config(dtype), None).workspace.layer
+    subject = needs.Subject.of(model, config, batch=rows, sequence=tokens)
+    estimate = needs.needs_of(subject, config, None).workspace.layer
     unit = anatomy.units[1]
     tensors = unit.with_aliases({name: t.detach() for name, t in (unit.parameters | unit.buffers).items()})
     with anatomy.hollow():
         tape = anatomy.record({"input_ids": torch.zeros(rows, tokens, dtype=torch.int64)})
         hidden = torch.randn_like(tape.hidden)
-        with LiveBytes() as count:
+        with LiveBytes() as count, attention_by(attention):
             names = frozenset(unit.parameters)
             calls.Graph(anatomy.layers[1], tensors, names, tape, 1, hidden).backward(
                 hidden, lambda name, gradient: None

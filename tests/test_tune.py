@@ -92,8 +92,12 @@ def test_where_all_graphs_are_kept_there_is_no_attention_to_keep() -> None:
 
 @pytest.mark.parametrize(
     ("seen", "choices"),
-    [(LONG, {"compile": True}), (replace(LONG, widths=replace(LONG.widths, fused=False)), {})],
-    ids=["compiled", "not fused"],
+    [
+        (LONG, {"compile": True}),
+        (replace(LONG, widths=replace(LONG.widths, fused=False)), {}),
+        (LONG, {"attention": "math"}),
+    ],
+    ids=["compiled", "not fused", "by torch's unfused kernel"],
 )
 def test_attention_is_not_kept_where_it_cannot_be(seen: Subject, choices: dict[str, Any]) -> None:
     config = EngineConfig(dtype="float32", **choices)

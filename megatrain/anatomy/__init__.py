@@ -6,6 +6,7 @@ from megatrain.anatomy.attention import KeptAttention
 from megatrain.anatomy.calls import Graph, Tape, call, forward, send_back_collected, shell_gradients
 from megatrain.anatomy.check import check, check_tiles
 from megatrain.anatomy.compiled import CompiledLayers
+from megatrain.anatomy.kernels import Kernels, require_choice
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
 from megatrain.anatomy.rng import RandomState
 from megatrain.anatomy.saved import Saved
@@ -23,6 +24,7 @@ __all__ = [
     "Dtypes",
     "Graph",
     "KeptAttention",
+    "Kernels",
     "Products",
     "RandomState",
     "Saved",
@@ -43,6 +45,7 @@ __all__ = [
     "has_adapters",
     "is_tileable",
     "kept_in_float32",
+    "require_choice",
     "send_back_collected",
     "shell_gradients",
     "tile",

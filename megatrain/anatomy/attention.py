@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_FUSED = {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-}
+from megatrain.anatomy.kernels import FUSED_CALLS
 
 
 @dataclass
@@ -97,7 +89,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FUSED and not _argument(func, args, kwargs, "dropout_p"):
+        if func in FUSED_CALLS and not _argument(func, args, kwargs, "dropout_p"):
             return self._do(func, args, kwargs)
         if self._on_change is not None and func._schema.is_mutable:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]

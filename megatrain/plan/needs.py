@@ -11,7 +11,7 @@ from megatrain import anatomy as parts
 from megatrain.activations import offloaded_bytes
 from megatrain.anatomy.meta import token_elements
 from megatrain.config import EngineConfig
-from megatrain.fitting import Choice, Fitting
+from megatrain.fitting import Choice, Fitting, fuses
 from megatrain.host import role_bytes
 from megatrain.layout import Layout
 from megatrain.machine import Machine
@@ -126,7 +126,7 @@ def needs_of(subject: Subject, config: EngineConfig, machine: Machine | None) ->
 
 def can_keep_attention(subject: Subject, config: EngineConfig) -> bool:
     """Whether `keep_attention` may be on, and would come to something: fused kernels, layers that are not compiled."""
-    return subject.widths.fused and not config.compile
+    return fuses(subject.widths, config) and not config.compile
 
 
 def on_cpu(config: EngineConfig, machine: Machine | None) -> bool:
