@@ -9,7 +9,7 @@ from __future__ import annotations
 
 SKY, BLUE, PURPLE, ORANGE = "#56B4E9", "#0072B2", "#CC79A7", "#E69F00"
 GREEN, YELLOW, VERMILLION, GREY = "#009E73", "#F0E442", "#D55E00", "#999999"
-VERMILLION_TINT, GREY_TINT, YELLOW_TINT = "#EAAF80", "#CCCCCC", "#F8F1A0"
+VERMILLION_TINT, GREY_TINT, YELLOW_TINT, GREEN_TINT, GREEN_SHADE = "#EAAF80", "#CCCCCC", "#F8F1A0", "#80CFB9", "#00634A"
 PALE = "rgba(128,128,128,0.18)"
 GRID = "rgba(128,128,128,0.22)"
 INK = "#777777"  # readable on white and on black, for whoever does not set a font colour
@@ -26,12 +26,16 @@ OP_COLOURS = {
     "update": GREEN,
     "offload": VERMILLION_TINT,
     "fetch": VERMILLION,
+    "load state": GREEN_TINT,
+    "adamw": GREEN,
+    "store": GREEN_SHADE,
 }
 WAIT_COLOURS = {
     "weights": SKY,
     "gradient buffer": PURPLE,
     "saved inputs": VERMILLION,
     "optimizer": GREEN,
+    "optimizer state": GREEN_TINT,
     "other": GREY,
 }
 STATE_COLOURS = {

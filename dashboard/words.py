@@ -20,6 +20,9 @@ KNOB_WORDS: dict[str, str] = {
 }
 OP_WORDS: dict[str, str] = {  # of what does not go without saying
     "score": "log-probabilities of the labels, no gradient",
+    "load state": "moments, and low halves of the master",
+    "adamw": "on the device",
+    "store": "trained weights, moments, and low halves of the master",
 }
 LANE_WORDS: dict[str, str] = {
     "h2d": "weights in",
@@ -33,6 +36,7 @@ BOUND: dict[WaitCause, str] = {
     "weights": "Transfers bind: compute waited {share} of step {step} for weights.",
     "gradient buffer": "Gradients bind: compute waited {share} of step {step} for a free gradient buffer.",
     "saved inputs": "Saved inputs bind: compute waited {share} of step {step} for them to come back from the host.",
+    "optimizer state": "Optimizer state binds: compute waited {share} of step {step} for it on its way.",
     "optimizer": "The optimizer binds: compute waited {share} of step {step} for AdamW.",
     "other": "Launching binds: for {share} of step {step} nothing was computed, and nothing was waited for.",
 }
@@ -140,6 +144,8 @@ def _way_out(cause: WaitCause, metrics: StepMetrics, record: StepRecord) -> str:
         return f"Larger micro-batches launch less often; now {record.micro_batches} per step."
     if cause == "saved inputs":
         return "Keep them on the device if they fit (offload_activations=False), or take smaller micro-batches."
+    if cause == "optimizer state":
+        return 'It may stay where it is: optimizer_device="host". Or more tokens per step, or one more gradient buffer.'
     if cause == "weights" and record.prefetch_depth == 0:
         return "Prefetch depth is 0: raise it."
     return _more_tokens(cause, metrics, record)

@@ -91,6 +91,9 @@ def plan(
     overlap: Annotated[
         str, typer.Option(help="When AdamW runs: forward, none, or backward (no clipping).")
     ] = "forward",
+    optimizer_device: Annotated[
+        str, typer.Option(help="Where AdamW of the layers runs: host, or device (with --overlap backward).")
+    ] = "host",
     lora: Annotated[int | None, typer.Option(min=1, metavar="R", help="Only LoRA adapters of this rank.")] = None,
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Saved inputs go to the host; by default if needed.")
@@ -123,6 +126,7 @@ def plan(
             loss_chunk_tokens=loss_chunk,
             moments_dtype=moments,  # type: ignore[arg-type]
             optimizer_overlap=overlap,  # type: ignore[arg-type]
+            optimizer_device=optimizer_device,  # type: ignore[arg-type]
             offload_activations="auto" if offload is None else offload,
         )
         optimizer = AdamWConfig(max_grad_norm=None if overlap == "backward" else 1.0)

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["bfloat16", "float32"]
 OptimizerOverlap = Literal["forward", "backward", "none"]
+OptimizerDevice = Literal["host", "device"]
 Auto = Literal["auto"]
 Rounding = Literal["torch", "fast"]
 Placement = Literal["auto", "none"]
@@ -73,7 +74,8 @@ def _is_rate(value: object) -> bool:
 class Throttle:
     """Slower lanes than the machine has, to see what a slow link or a slow host does. CPU lanes only.
 
-    link_bytes_per_s: of weights in and gradients out, each way. update_bytes_per_s: of AdamW. None = as fast as it is.
+    link_bytes_per_s: of weights in and gradients out, each way. update_bytes_per_s: of AdamW on the host.
+    None = as fast as it is.
     """
 
     link_bytes_per_s: float | None = None
@@ -92,7 +94,8 @@ class EngineConfig:
     dtype: what is streamed and computed in. "bfloat16" keeps an exact fp32 master beside it.
     micro_batch_size: sequences per layer visit; None = the whole batch at once.
     prefetch_depth: layers loaded ahead of compute; 0 = none, 1 = double buffering.
-    grad_buffers: device buffers that hold a layer's gradient until it has left.
+    grad_buffers: device buffers that hold a layer's gradient until it has left; with optimizer_device="device" those
+        that hold its optimizer state, beside one for gradients, which do not leave.
     resident_layers: further layers whose weights stay on the device from forward to backward;
         "auto" fills the device memory that the plan leaves over.
     kept_graphs: layers, from the top, whose autograd graph stays on the device from forward to backward, so that they
@@ -112,6 +115,9 @@ class EngineConfig:
         compiler's. What it cannot compile runs as it is, with a warning.
     optimizer_overlap: "forward" = updates run under the next step's forward; "backward" = as each
         gradient lands (only without clipping); "none" = a step returns when its updates are applied.
+    optimizer_device: where AdamW of the layers runs. "device" = right after a layer's backward, on its state (moments
+        and low halves of the master), which streams to the device and back beside the weights: for a host whose memory
+        is slow beside the link. Only with optimizer_overlap="backward". The shell is updated on the host as ever.
     moments_dtype: "bfloat16" halves the moments for small hosts (stochastically rounded, not bit-equal to AdamW).
     placement: "auto" = on a machine of several NUMA nodes host memory lies on the GPU's node, or on all in turn if it
         does not fit there, and with a GPU and four cores or more the optimizer leaves one to the threads that issue
@@ -135,6 +141,7 @@ class EngineConfig:
     tile_tokens: int | None = None
     compile: bool = False
     optimizer_overlap: OptimizerOverlap = "forward"
+    optimizer_device: OptimizerDevice = "host"
     moments_dtype: Dtype = "float32"
     placement: Placement = "auto"
     keep_reference: bool = False
@@ -185,6 +192,17 @@ class EngineConfig:
         _require(
             self.optimizer_overlap in get_args(OptimizerOverlap),
             f"optimizer_overlap must be one of {get_args(OptimizerOverlap)}",
+            self.optimizer_overlap,
+        )
+        _require(
+            self.optimizer_device in get_args(OptimizerDevice),
+            f"optimizer_device must be one of {get_args(OptimizerDevice)}",
+            self.optimizer_device,
+        )
+        _require(
+            self.optimizer_device == "host" or self.optimizer_overlap == "backward",
+            'optimizer_device="device" applies each gradient where backward leaves it; set '
+            'optimizer_overlap="backward" (and max_grad_norm=None), or optimizer_device="host"',
             self.optimizer_overlap,
         )
         _require(

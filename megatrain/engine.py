@@ -33,7 +33,7 @@ from megatrain.executor import BeforeUpdate, Executor, NonFiniteError, StepState
 from megatrain.fitting import Choice, Fitting
 from megatrain.host import HostLayer, HostStore, role_bytes
 from megatrain.lanes import LaneError
-from megatrain.memory import backward_from, gradient_buffer_bytes, slot_bytes
+from megatrain.memory import backward_from, gradient_buffer_bytes, optimizer_buffer_bytes, slot_bytes
 from megatrain.optim import join, native_available, split
 from megatrain.placement import Placement, placement_for
 from megatrain.report import Inspection
@@ -159,6 +159,7 @@ class StreamingEngine:
             parts.CompiledLayers(self._anatomy.layers) if self.config.compile else None,
             self._placement.host_cpus,
             self.config.attention,
+            optimizer_buffer_bytes(self._layouts, self.config),
         )
         reached = range(backward_from(self._layouts, self._shell_layout), len(self._layouts))
         visits = [("forward", layer) for layer in range(len(self._layouts))] + [("backward", at) for at in reached]
@@ -683,6 +684,7 @@ class StreamingEngine:
         """Go on as an engine that has applied `step` steps, after its parts were filled."""
         with self._alone():
             self._step = step
+            self._conductor.schedule.forget_weights()
             self._executor.set_random_states(random_states)
             for _, host in self._units():
                 host.weight_norm = weight_norm(host)
@@ -694,7 +696,7 @@ class StreamingEngine:
 
     @property
     def before_update(self) -> BeforeUpdate:
-        """Called in the host lane before a layer (None: the shell) is updated in a step; it may wait."""
+        """Called in a lane before the host's arrays of a layer (None: the shell) change in a step; it may wait."""
         return self._executor.before_update
 
     @before_update.setter

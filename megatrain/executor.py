@@ -6,6 +6,7 @@ the operation names, so that the proof in `hazards` is about this code.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -31,9 +32,17 @@ from megatrain.placement import bind
 from megatrain.report import Inspection
 from megatrain.scales import Scales, statistics
 from megatrain.schedule import SHELL, Kind, Op, StepShape
-from megatrain.slots import BufferPool, Ledger, gradient_states, weight_states
+from megatrain.slots import (
+    BufferPool,
+    Ledger,
+    buffer_states,
+    gradient_states,
+    is_spent,
+    optimizer_states,
+    weight_states,
+)
 from megatrain.trace import Recorder, Span
-from megatrain.update import Hyperparameters, bytes_touched, update_layer
+from megatrain.update import Hyperparameters, bytes_touched, update_layer, update_layer_on_device
 
 BeforeUpdate = Callable[[int | None, int], None]  # of a layer (None: the shell), in a step
 
@@ -48,6 +57,14 @@ class KeptGraph:
 
     graph: parts.Graph
     saved: parts.Saved
+
+
+@dataclass
+class Updated:
+    """A layer that AdamW has changed on the device; squares: the sum of those of its trained weights, there."""
+
+    layer: HostLayer
+    squares: torch.Tensor
 
 
 @dataclass
@@ -71,6 +88,7 @@ class StepState:
     norms: dict[str, torch.Tensor] = field(default_factory=dict)  # by full parameter name
     present: dict[int | None, set[str]] = field(default_factory=dict)  # parameters that got a gradient
     layer_sum: GradientSum | None = None
+    updated: dict[int | None, Updated] = field(default_factory=dict)  # until they are stored
     reference: bool = False  # the weights that are streamed are the frozen ones
     temperature: float = 1.0
     scores: list[torch.Tensor] = field(default_factory=list)  # by micro-batch, on the device
@@ -94,6 +112,7 @@ class Executor:
         compiled: parts.CompiledLayers | None = None,
         host_cpus: frozenset[int] | None = None,
         attention: str = "torch",
+        optimizer_bytes: int = 0,
     ) -> None:
         self._anatomy = anatomy
         self._kernels = parts.Kernels(attention, anatomy.layers, device)
@@ -116,6 +135,9 @@ class Executor:
         self.saved = SavedInputs(self.ledger)
         self.weights = BufferPool("weights", slot_bytes(layouts), device, self.ledger, recorder)
         self.gradients = BufferPool("gradients", gradient_buffer_bytes(layouts), device, self.ledger, recorder)
+        self.optimizer = BufferPool("optimizer", optimizer_bytes, device, self.ledger, recorder)
+        self._updates_here = optimizer_bytes > 0
+        self._pools = {pool.kind: pool for pool in (self.weights, self.gradients, self.optimizer)}
         self._frozen_in: dict[int, int] = {}  # weights slot → the layer whose frozen weights are whole there
         self._shell_layout = shell
         self._shell_weights = self._allocate(shell.nbytes)
@@ -139,6 +161,8 @@ class Executor:
             Kind.BACKWARD: self._backward,
             Kind.NORM: self._norm,
             Kind.UNLOAD: self._unload,
+            Kind.LOAD_STATE: self._load_state,
+            Kind.STORE: self._store,
         }
 
     def _start_lanes(self) -> None:
@@ -221,7 +245,7 @@ class Executor:
         self._lanes.close()
         self._finalizer.detach()
         self._dones.clear()
-        for pool in (self.weights, self.gradients):
+        for pool in self._pools.values():
             pool.clear(step)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -251,32 +275,28 @@ class Executor:
         if op.lane == "engine":
             self._resize(state, op)
             return
-        if op.kind is Kind.UPDATE:
+        if op.kind in (Kind.UPDATE, Kind.ADAMW):
             assert numbers is not None
-            work = partial(self._update, state, op, numbers)
+            work = partial(self._update if op.kind is Kind.UPDATE else self._adamw, state, op, numbers)
         work = work or partial(self._work[op.kind], state, op)
         waits = [self._dones[number] for number in op.waits if number in self._dones]
         self._dones[op.number] = self._lanes[op.lane].submit(work, waits, self._label(state, op))
 
     def _label(self, state: StepState, op: Op) -> Label:
-        def tell_buffers(span: Span) -> None:
-            if op.slot is not None:
-                self.weights.tell(op.slot, weight_states(op, spent=self._spent(state, op)), span)
-            if op.buffer is not None:
-                self.gradients.tell(op.buffer, gradient_states(op), span)
+        changes = [*buffer_states(op, spent=self._spent(state, op))]
 
-        on_span = tell_buffers if op.slot is not None or op.buffer is not None else None
-        slot = op.slot if op.slot is not None else op.buffer
-        return Label(op.kind.value, state.number, op.layer, op.micro_batch, slot, on_span)
+        def tell_buffers(span: Span) -> None:
+            for kind, number, states in changes:
+                self._pools[kind].tell(number, states, span)
+
+        return Label(op.kind.value, state.number, op.layer, op.micro_batch, op.place, tell_buffers if changes else None)
 
     def _spent(self, state: StepState, op: Op) -> bool:
-        """After its last backward a trained layer's weights on the device are out of date."""
-        last = op.micro_batch == state.shape.micro_batches - 1
-        return op.kind is Kind.BACKWARD and op.buffer is not None and last
+        return is_spent(op, state.shape.micro_batches, updated_here=self._updates_here)
 
     def _resize(self, state: StepState, op: Op) -> None:
-        pool, number = (self.weights, op.slot) if op.slot is not None else (self.gradients, op.buffer)
-        assert number is not None
+        kind, number = op.resized
+        pool = self._pools[kind]
         if op.kind is Kind.ADD:
             if op.slot is not None:
                 self._frozen_in.pop(op.slot, None)
@@ -302,6 +322,12 @@ class Executor:
         with self.weights[op.slot].during(weight_states(op, spent=False)) as slot:
             stream.copy(slot[:nbytes], source[:nbytes])
         return nbytes
+
+    def _load_state(self, state: StepState, op: Op, stream: Stream) -> int:
+        host = self._host_layer(op.layer)
+        assert op.state is not None
+        with self.optimizer[op.state].during(optimizer_states(op)) as flat:
+            return _copy_all(host.state_in(flat), host.state, stream)
 
     def _fetch(self, state: StepState, op: Op, stream: Stream) -> int:
         layer, mb = _place(op)
@@ -577,7 +603,36 @@ class Executor:
         stream.keep(result)
         return 0
 
+    def _adamw(self, state: StepState, op: Op, numbers: Hyperparameters, stream: Stream) -> int:
+        """AdamW of a layer where it lies on the device; the host learns of it when it is stored."""
+        host, present = self._host_layer(op.layer), state.present[op.layer]
+        assert op.slot is not None
+        assert op.buffer is not None
+        assert op.state is not None
+        with (
+            self.weights[op.slot].during(weight_states(op, spent=False)) as weights,
+            self.gradients[op.buffer].during(gradient_states(op)) as gradient,
+            self.optimizer[op.state].during(optimizer_states(op)) as flat,
+        ):
+            layer = host.elsewhere(weights, flat)
+            squares = update_layer_on_device(layer, gradient, present, numbers)
+        state.updated[op.layer] = Updated(layer, squares)
+        return _touched(host, present)
+
     # ---- d2h ----
+
+    def _store(self, state: StepState, op: Op, stream: Stream) -> int:
+        """What AdamW has changed on the device becomes the host's, unless the gradient was not finite."""
+        host, updated = self._host_layer(op.layer), state.updated.pop(op.layer)
+        self._refuse_non_finite(state, op)  # waits for the device, as the copies have to
+        self.before_update(op.layer, state.number)
+        trained = host.layout.trained_nbytes
+        assert op.state is not None
+        with self.optimizer[op.state].during(optimizer_states(op)):
+            nbytes = _copy_all([host.weights[:trained]], [updated.layer.weights[:trained]], stream)
+            nbytes += _copy_all(host.state, updated.layer.state, stream)
+        host.steps, host.weight_norm = updated.layer.steps, math.sqrt(float(updated.squares))
+        return nbytes
 
     def _offload(self, state: StepState, op: Op, stream: Stream) -> int:
         layer, mb = _place(op)
@@ -615,14 +670,16 @@ class Executor:
             self._refuse_non_finite(state, op)
         self.before_update(op.layer, state.number)
         update_layer(host, self._host_gradient(op), present, numbers)
-        used = [entry for entry in host.layout.trained if entry.name in present]
-        return bytes_touched(used, split=host.low is not None, moment_bytes=host.exp_avg.itemsize)
+        return _touched(host, present)
 
     def _refuse_non_finite(self, state: StepState, op: Op) -> None:
         """Where updates follow each gradient at once, the last chance to refuse one is here."""
         prefix = "" if op.layer is SHELL else self._anatomy.units[op.layer].prefix
-        for name in state.present[op.layer]:
-            if not torch.isfinite(state.norms[prefix + name]):
+        norms = {name: state.norms[prefix + name] for name in state.present[op.layer]}
+        if not norms or torch.stack([*norms.values()]).isfinite().all():
+            return
+        for name, norm in norms.items():
+            if not torch.isfinite(norm):
                 raise NonFiniteError(
                     f"the gradient of {prefix + name} is not finite in step {state.number}: it was not applied, but "
                     'the layers after it already were (optimizer_overlap="backward"); go back to a saved model, or '
@@ -634,6 +691,17 @@ def _place(op: Op) -> tuple[int, int]:
     assert op.layer is not None
     assert op.micro_batch is not None
     return op.layer, op.micro_batch
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], stream: Stream) -> int:
+    for target, source in zip(targets, sources, strict=True):
+        stream.copy(target, source)
+    return sum(target.nbytes for target in targets)
+
+
+def _touched(host: HostLayer, present: set[str]) -> int:
+    used = [entry for entry in host.layout.trained if entry.name in present]
+    return bytes_touched(used, split=host.low is not None, moment_bytes=host.exp_avg.itemsize)
 
 
 def _total(values: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,16 @@ import torch
 from megatrain.anatomy import Widths
 from megatrain.config import EngineConfig
 from megatrain.layout import Layout
-from megatrain.memory import DeviceBytes, StepSize, backward_from, device_bytes, must_offload, slot_bytes
+from megatrain.memory import (
+    DeviceBytes,
+    StepSize,
+    backward_from,
+    device_bytes,
+    must_offload,
+    optimizer_buffer_bytes,
+    slot_bytes,
+)
+from megatrain.optim import DEVICE_CHUNK_BYTES
 from megatrain.steering import Knobs
 from megatrain.workspace import Workspace, workspace
 
@@ -57,6 +66,7 @@ class Fitting:
             "kept_graphs": choice.kept_graphs,
             "graph_bytes": graphs,
             "attention_bytes": self.attention_bytes(size, choice.kept_graphs) if choice.keep_attention else 0,
+            "optimizer_bytes": self._optimizer_bytes,
         }
         return device_bytes(self.layouts, self.shell, choice.knobs, size, offload=choice.offload, **kept)
 
@@ -73,6 +83,7 @@ class Fitting:
             tile_tokens=self.config.tile_tokens,
             compiled=self.config.compile,
             math=self.config.attention == "math",
+            update_bytes=DEVICE_CHUNK_BYTES if self._optimizer_bytes and not self.cpu else 0,
         )
 
     def graph_bytes(self, size: StepSize) -> int:
@@ -100,7 +111,8 @@ class Fitting:
         if budget_bytes is None:
             return False
         spare = self._spare(size, budget_bytes, offload=False)
-        return (most or Most()).offload or must_offload(self.layouts, self.shell, knobs, size, spare)
+        forced, optimizer = (most or Most()).offload, self._optimizer_bytes
+        return forced or must_offload(self.layouts, self.shell, knobs, size, spare, optimizer)
 
     def choose(self, knobs: Knobs, size: StepSize, budget_bytes: int | None, most: Most | None = None) -> Choice:
         """What "auto" means in a step of this size; what is not "auto" stays.
@@ -143,6 +155,10 @@ class Fitting:
     def _spare(self, size: StepSize, budget_bytes: int, *, offload: bool) -> int:
         """What the engine may hold so that kernels find room too."""
         return budget_bytes if self.cpu else budget_bytes - self.kernels(size, offload=offload).total
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        return optimizer_buffer_bytes(self.layouts, self.config)
 
     @property
     def _itemsize(self) -> int:

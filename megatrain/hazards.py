@@ -3,8 +3,8 @@
 What is known to have happened before an operation is: everything earlier on its own lane, everything it
 waits for, and whatever happened before those (vector clocks, Fidge 1988 and Mattern 1989). An operation
 list is safe if every read happens after the write it means, and every write after the last write and after
-all reads of what it overwrites. What was used up (a gradient applied, an input consumed) or has changed on the
-host (weights) must be put there again before it is read again.
+all reads of what it overwrites. What was used up (a gradient applied, an input consumed) or has changed elsewhere
+(weights and optimizer state, on the host or on the device) must be put there again before it is read again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def _gradient_on_host(op: Op) -> Resource:
 def accesses(op: Op) -> Iterator[Access]:
     """What an operation reads and writes, reads first."""
     layer, mb, weights = op.layer, op.micro_batch, ("weights", op.layer)
-    slot, buffer = ("slot", op.slot), ("gradient buffer", op.buffer)
+    slot, buffer, state = ("slot", op.slot), ("gradient buffer", op.buffer), ("optimizer buffer", op.state)
     saved, kept, graph = ("input", layer, mb), ("host input", layer, mb), ("graph", layer, mb)
     match op.kind:
         case Kind.ADD | Kind.REMOVE:
-            yield Access(slot if op.slot is not None else buffer, op.kind, write=True)
+            made = slot if op.slot is not None else buffer if op.buffer is not None else state
+            yield Access(made, op.kind, write=True)
         case Kind.LOAD if layer is SHELL:
             yield Access(("host weights", SHELL), None)
             yield Access(("shell",), weights, write=True)
@@ -100,6 +101,22 @@ def accesses(op: Op) -> Iterator[Access]:
             yield Access(_gradient_on_host(op), layer)
             yield Access(_gradient_on_host(op), SPENT, write=True)
             yield Access(("host weights", layer), None, write=True)
+        case Kind.LOAD_STATE:
+            yield Access(("host state", layer), None)
+            yield Access(state, ("state", layer), write=True)
+        case Kind.ADAMW:
+            yield Access(buffer, layer)
+            yield Access(buffer, SPENT, write=True)
+            yield Access(slot, weights)
+            yield Access(slot, weights, write=True)
+            yield Access(state, ("state", layer))
+            yield Access(state, ("new state", layer), write=True)
+        case Kind.STORE:
+            yield Access(slot, weights)
+            yield Access(state, ("new state", layer))
+            yield Access(state, SPENT, write=True)
+            yield Access(("host weights", layer), None, write=True)
+            yield Access(("host state", layer), None, write=True)
 
 
 def check(ops: Iterable[Op]) -> int:
@@ -112,6 +129,8 @@ def check(ops: Iterable[Op]) -> int:
         for access in accesses(op):
             apply = _write if access.write else _read
             apply(op, access, resources.setdefault(access.resource, _Resource()), clock)
+        if op.kind is Kind.ADAMW:
+            _outdate_host(op, resources)
         if op.kind is Kind.UPDATE:
             _outdate(("weights", op.layer), resources.values())
     return len(clocks)
@@ -122,6 +141,12 @@ def _outdate(weights: object, resources: Iterable[_Resource]) -> None:
     for resource in resources:
         if resource.content == weights:
             resource.content = SPENT
+
+
+def _outdate_host(op: Op, resources: dict[Resource, _Resource]) -> None:
+    """The device holds newer weights and state of a layer than the host, until they are stored there."""
+    for role in ("host weights", "host state"):
+        resources.setdefault((role, op.layer), _Resource()).content = SPENT
 
 
 def _clock(op: Op, clocks: dict[int, dict[str, int]], lanes: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -148,7 +173,7 @@ def _read(op: Op, access: Access, resource: _Resource, clock: dict[str, int]) ->
 
 
 def _write(op: Op, access: Access, resource: _Resource, clock: dict[str, int]) -> None:
-    comes_and_goes = access.resource[0] in ("slot", "gradient buffer")
+    comes_and_goes = access.resource[0] in ("slot", "gradient buffer", "optimizer buffer")
     if comes_and_goes and op.kind is not Kind.ADD and resource.content in (None, Kind.REMOVE):
         raise HazardError(f"{op}: there is no {access.resource}")
     for other in (resource.writer, *resource.readers):

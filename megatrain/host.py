@@ -10,7 +10,8 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -101,6 +102,30 @@ class HostLayer:
     weight_norm: float = math.nan
     frozen_sum: int | None = None
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """What AdamW needs beside weights and gradient."""
+        return [self.exp_avg, self.exp_avg_sq] + ([] if self.low is None else [self.low])
+
+    def state_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the same shapes into `flat` (1-D uint8), one after another."""
+        starts = accumulate((align(tensor.nbytes) for tensor in self.state), initial=0)
+        return [flat[at : at + t.nbytes].view(t.dtype) for at, t in zip(starts, self.state, strict=False)]
+
+    def elsewhere(self, weights: torch.Tensor, state: torch.Tensor) -> HostLayer:
+        """The same layer in other memory: `weights` and `state` (1-D uint8) hold copies. It counts its own steps."""
+        exp_avg, exp_avg_sq, *low = self.state_in(state)
+        return replace(
+            self,
+            weights=weights,
+            low=low[0] if low else None,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gradient=None,
+            reference=None,
+            steps=dict(self.steps),
+        )
+
 
 @dataclass(frozen=True)
 class HostShape:
@@ -109,6 +134,7 @@ class HostShape:
     split: keep int16 lower halves (bfloat16 weights). moment_bytes: 4 or 2.
     keep_gradients: a gradient per layer, needed while clipping waits for the global norm; else `slabs` of
     the largest layer, plus one for the shell. keep_reference: a second copy of the streamed weights.
+    stream_state: moments and lower halves travel, too, so that they have to be pinned.
     """
 
     split: bool
@@ -116,6 +142,7 @@ class HostShape:
     keep_gradients: bool
     slabs: int
     keep_reference: bool = False
+    stream_state: bool = False
 
 
 def role_bytes(layouts: Sequence[Layout], shell: Layout, shape: HostShape) -> dict[str, int]:
@@ -143,7 +170,8 @@ class HostStore:
     def __init__(
         self, layouts: Sequence[Layout], shell: Layout, shape: HostShape, *, pin: bool, touch: Touch | None = None
     ) -> None:
-        streamed = ("weights", "reference weights", "gradients")
+        streamed = ["weights", "reference weights", "gradients"]
+        streamed += ["master low halves", "first moments", "second moments"] if shape.stream_state else []
         self.arenas = {
             role: Arena(role, nbytes, pin=pin and role in streamed, touch=touch)
             for role, nbytes in role_bytes(layouts, shell, shape).items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from megatrain.config import EngineConfig
 from megatrain.layout import Layout, align
 from megatrain.steering import Knobs
 
@@ -56,6 +57,7 @@ class DeviceBytes:
     saved_inputs: int
     kept_graphs: int = 0
     kept_attention: int = 0
+    optimizer_buffers: int = 0
 
     @property
     def total(self) -> int:
@@ -70,6 +72,20 @@ def slot_bytes(layouts: Sequence[Layout]) -> int:
 def gradient_buffer_bytes(layouts: Sequence[Layout]) -> int:
     """One gradient buffer holds the largest layer's gradient."""
     return align(max(layout.trained_nbytes for layout in layouts))
+
+
+def optimizer_buffer_bytes(layouts: Sequence[Layout], config: EngineConfig) -> int:
+    """One optimizer buffer holds the largest layer's state; there is none where AdamW runs on the host."""
+    if config.optimizer_device == "host":
+        return 0
+    return max(sum(align(nbytes) for nbytes in state_bytes(layout, config)) for layout in layouts)
+
+
+def state_bytes(layout: Layout, config: EngineConfig) -> list[int]:
+    """Of both moments and, where the master is split, of its low halves."""
+    moment = 4 if config.moments_dtype == "float32" else 2
+    items = (moment, moment, 2) if config.dtype == "bfloat16" else (moment, moment)
+    return [nbytes * layout.trained_elements for nbytes in items]
 
 
 def sum_bytes(layout: Layout, parts: int) -> int:
@@ -104,9 +120,11 @@ def device_bytes(
     kept_graphs: int = 0,
     graph_bytes: int = 0,
     attention_bytes: int = 0,
+    optimizer_bytes: int = 0,
 ) -> DeviceBytes:
     """What a step of this size holds on the device with these knobs.
 
+    optimizer_bytes: of an optimizer buffer; where there are such, gradients do not leave, and one buffer holds them.
     kept_graphs: layers that keep their graphs, which take `graph_bytes` in all, and not their inputs.
     attention_bytes: what the others keep of attention.
     """
@@ -116,14 +134,23 @@ def device_bytes(
         shell_weights=align(shell.nbytes),
         shell_gradients=align(shell.trained_nbytes) + sum_bytes(shell, parts=2),
         weight_slots=slots * slot_bytes(layouts),
-        gradient_buffers=knobs.grad_buffers * gradient_buffer_bytes(layouts),
+        gradient_buffers=(1 if optimizer_bytes else knobs.grad_buffers) * gradient_buffer_bytes(layouts),
         gradient_sums=max(sum_bytes(layout, size.micro_batches) for layout in layouts),
         saved_inputs=saved_input_bytes(saved, size, offload=offload, slots=slots),
         kept_graphs=graph_bytes,
         kept_attention=attention_bytes,
+        optimizer_buffers=knobs.grad_buffers * optimizer_bytes,
     )
 
 
-def must_offload(layouts: Sequence[Layout], shell: Layout, knobs: Knobs, size: StepSize, spare_bytes: int) -> bool:
+def must_offload(
+    layouts: Sequence[Layout],
+    shell: Layout,
+    knobs: Knobs,
+    size: StepSize,
+    spare_bytes: int,
+    optimizer_bytes: int = 0,
+) -> bool:
     """What `offload_activations="auto"` means, where the engine may hold `spare_bytes` on the device."""
-    return device_bytes(layouts, shell, knobs, size, offload=False).total > spare_bytes
+    held = device_bytes(layouts, shell, knobs, size, offload=False, optimizer_bytes=optimizer_bytes)
+    return held.total > spare_bytes

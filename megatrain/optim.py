@@ -17,6 +17,10 @@ from torch import Tensor
 from megatrain import native
 
 _CHUNK = 1 << 18  # elements: a temporary of the torch operations takes 1 MiB
+DEVICE_CHUNK = 1 << 20  # on a card, where a call costs more; its temporaries still fit into a second-level cache
+DEVICE_CHUNK_BYTES = 72 * DEVICE_CHUNK  # most that temporaries take there at one time
+# What the torch operations read and write for an element, each by itself, by (a split master?, bytes of a moment).
+DEVICE_TRAFFIC_BYTES = {(False, 4): 96, (False, 2): 516, (True, 4): 192, (True, 2): 612}
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,32 @@ def update(
     threads: of the compiled kernel, None = one per core; the result does not depend on it.
     Raises ValueError for tensors that are not as said.
     """
+    _check_in_host(weight, low, grad, exp_avg, exp_avg_sq)
     _check_arrays(weight, low, grad, exp_avg, exp_avg_sq)
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, or None for one per core; got {threads}")
     kernel = native.kernel()
     if kernel is None:
-        return _update_torch(weight, low, grad, exp_avg, exp_avg_sq, _factors(step))
+        return float(_update_torch(weight, low, grad, exp_avg, exp_avg_sq, _factors(step), _CHUNK))
     addresses = (0 if a is None else a.data_ptr() for a in (weight, low, grad, exp_avg, exp_avg_sq))
     bf16_grad, bf16_moments = (a.dtype == torch.bfloat16 for a in (grad, exp_avg))
     count = _core_count() if threads is None else threads
     return kernel(
         native.Arrays(*addresses), _factors(step), weight.numel(), bf16_grad, bf16_moments, step.as_torch, count
     )
+
+
+def update_on_device(
+    weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamWStep
+) -> Tensor:
+    """The same where all lie on one device, in torch operations; the sum stays there, so that nobody waits for it.
+
+    The device of CPU lanes is host memory: there it is `update`, with its bits.
+    """
+    if weight.device.type == "cpu":
+        return torch.tensor(update(weight, low, grad, exp_avg, exp_avg_sq, step), dtype=torch.float64)
+    _check_arrays(weight, low, grad, exp_avg, exp_avg_sq)
+    return _update_torch(weight, low, grad, exp_avg, exp_avg_sq, _factors(step), DEVICE_CHUNK)
 
 
 def split(master: Tensor, hi_out: Tensor, lo_out: Tensor) -> None:
@@ -91,10 +109,14 @@ def split(master: Tensor, hi_out: Tensor, lo_out: Tensor) -> None:
     _check("master", master, master.numel(), torch.float32)
     _check("hi_out", hi_out, master.numel(), torch.bfloat16)
     _check("lo_out", lo_out, master.numel(), torch.int16)
-    master, hi = master.detach(), hi_out.detach().view(torch.int16)
+    master, hi = master.detach(), hi_out.detach()
     for part in _chunks(master.numel()):
-        hi[part] = _high_half(master[part], 0x8000)
-        lo_out[part] = master[part].view(torch.int32)  # keeps the lower 16 bits
+        _split(master[part], hi[part], lo_out[part])
+
+
+def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    hi.view(torch.int16)[:] = _high_half(master, 0x8000)
+    lo[:] = master.view(torch.int32)  # keeps the lower 16 bits
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
@@ -121,14 +143,21 @@ def _factors(step: AdamWStep) -> native.Factors:
 
 
 def _update_torch(
-    weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, f: native.Factors
-) -> float:
+    weight: Tensor,
+    low: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    f: native.Factors,
+    chunk: int,
+) -> Tensor:
     """The compiled pass as torch operations, chunk by chunk."""
     w, g, m, v = (a.detach() for a in (weight, grad, exp_avg, exp_avg_sq))
-    return sum(
-        _update_chunk(w[part], None if low is None else low[part], g[part], m[part], v[part], f, part.start)
-        for part in _chunks(w.numel())
-    )
+    squares = torch.zeros((), dtype=torch.float64, device=w.device)
+    for part in _chunks(w.numel(), chunk):
+        half = None if low is None else low[part]
+        squares += _update_chunk(w[part], half, g[part], m[part], v[part], f, part.start)
+    return squares
 
 
 def _update_chunk(
@@ -139,8 +168,8 @@ def _update_chunk(
     exp_avg_sq: Tensor,
     f: native.Factors,
     begin: int,
-) -> float:
-    g = grad.float() * f.grad_scale
+) -> Tensor:
+    g = grad.float() if f.grad_scale == 1 else grad.float() * f.grad_scale
     w = weight if low is None else join(weight, low)
     m, v = exp_avg.float(), exp_avg_sq.float()  # the arrays themselves where they are float32
     m.lerp_(g, f.lerp_weight)
@@ -148,17 +177,17 @@ def _update_chunk(
     denominator = (v.sqrt() / f.bias2_sqrt).add_(f.eps)
     w.mul_(f.decay).addcdiv_(m, denominator, value=f.negative_step_size)
     if low is not None:
-        split(w, weight, low)
+        _split(w, weight, low)
     if exp_avg.dtype == torch.bfloat16:
-        index = torch.arange(begin, begin + grad.numel()) & 0xFFFFFFFF
+        index = torch.arange(begin, begin + grad.numel(), device=grad.device) & 0xFFFFFFFF
         random = _scramble(index ^ f.rounding_key)
         exp_avg.view(torch.int16)[:] = _high_half(m, random & 0xFFFF)
         exp_avg_sq.view(torch.int16)[:] = _high_half(v, random >> 16)
-    return float(w.square().sum(dtype=torch.float64))
+    return w.square().sum(dtype=torch.float64)
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    return (slice(begin, begin + _CHUNK) for begin in range(0, numel, _CHUNK))
+def _chunks(numel: int, chunk: int = _CHUNK) -> Iterator[slice]:
+    return (slice(begin, begin + chunk) for begin in range(0, numel, chunk))
 
 
 def _high_half(x: Tensor, rounding: Tensor | int) -> Tensor:
@@ -183,6 +212,12 @@ def _core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _check_in_host(*arrays: Tensor | None) -> None:
+    for name, array in zip(("weight", "low", "grad", "exp_avg", "exp_avg_sq"), arrays, strict=True):
+        if array is not None and array.device.type != "cpu":
+            raise ValueError(f"{name} must be in host memory (device cpu); got {array.device}")
+
+
 def _check_arrays(weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     numel = weight.numel()
     _check("weight", weight, numel, torch.float32 if low is None else torch.bfloat16)
@@ -196,8 +231,6 @@ def _check_arrays(weight: Tensor, low: Tensor | None, grad: Tensor, exp_avg: Ten
 def _check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))} here; got {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be in host memory (device cpu); got {tensor.device}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be 1-D and contiguous (pass its flat buffer); "

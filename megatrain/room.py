@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from megatrain.fitting import Choice, Fitting, Most
-from megatrain.memory import StepSize
+from megatrain.memory import DeviceBytes, StepSize
 from megatrain.steering import Knobs
 
 
@@ -66,6 +66,7 @@ class Room:
                 f"keep_attention={choice.keep_attention} need "
                 f"{needs.total / 1e6:,.1f} MB on the device "
                 f"({needs.weight_slots / 1e6:,.1f} for weights, {needs.gradient_buffers / 1e6:,.1f} for gradients, "
+                f"{_optimizer_words(needs)}"
                 f"{needs.saved_inputs / 1e6:,.1f} for saved inputs, {needs.kept_graphs / 1e6:,.1f} for graphs, "
                 f"{needs.kept_attention / 1e6:,.1f} for attention), "
                 f"which has {self.budget_bytes / 1e6:,.1f} MB; lower them, or the batch"
@@ -129,9 +130,13 @@ class Room:
                 held.weight_slots,
                 f"prefetch_depth ({knobs.prefetch_depth}) or resident_layers ({knobs.resident_layers})",
             ),
-            (held.gradient_buffers, f"grad_buffers ({knobs.grad_buffers})"),
+            (held.optimizer_buffers or held.gradient_buffers, f"grad_buffers ({knobs.grad_buffers})"),
             (held.kept_graphs, f"kept_graphs ({choice.kept_graphs})"),
             (held.kept_attention, "keep_attention=False"),
         ]
         named = [f"{text}: {nbytes / 1e6:,.1f} MB" for nbytes, text in sorted(options, reverse=True) if nbytes]
         return "what can be lowered, and about how much lies there: " + "; ".join(named)
+
+
+def _optimizer_words(needs: DeviceBytes) -> str:
+    return f"{needs.optimizer_buffers / 1e6:,.1f} for optimizer state, " if needs.optimizer_buffers else ""

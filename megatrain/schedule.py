@@ -12,6 +12,7 @@ Note: which slot is evicted
 Note: what of a trained layer stays
     Its trained weights are out of date once its gradient is known, its frozen ones (under adapters: nearly all) are
     not. Its slot counts as theirs from then on, and the layer comes back to it: that load brings the trained ones only.
+    Where AdamW runs on the device it changes them in the slot, which so stays the newest and serves the next forward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from enum import Enum
 from itertools import islice
 
 from megatrain.steering import Knobs
+from megatrain.trace import SlotKind
 
 
 class Kind(Enum):
@@ -41,19 +43,25 @@ class Kind(Enum):
     NORM = "norm"  # global gradient norm and loss, read by the host
     UNLOAD = "unload"  # gradients of a layer, device → host
     UPDATE = "update"  # AdamW
+    LOAD_STATE = "load state"  # optimizer state of a layer, host → device
+    ADAMW = "adamw"  # AdamW on the device, where the gradient lies
+    STORE = "store"  # what it changed, device → host: trained weights and optimizer state of a layer
 
 
 LANE_OF = {
     Kind.LOAD: "h2d",
     Kind.FETCH: "h2d",
+    Kind.LOAD_STATE: "h2d",
     Kind.RECORD: "compute",
     Kind.FORWARD: "compute",
     Kind.SCORE: "compute",
     Kind.HEAD: "compute",
     Kind.BACKWARD: "compute",
     Kind.NORM: "compute",
+    Kind.ADAMW: "compute",
     Kind.OFFLOAD: "d2h",
     Kind.UNLOAD: "d2h",
+    Kind.STORE: "d2h",
     Kind.UPDATE: "host",
     Kind.ADD: "engine",
     Kind.REMOVE: "engine",
@@ -66,7 +74,8 @@ SHELL = None  # the `layer` of operations on what is not a layer
 class Op:
     """One operation. `waits` are numbers of earlier operations that must be complete first.
 
-    slot: the weights buffer read or filled; buffer: the device gradient buffer; slab: the host gradient slab.
+    slot: the weights buffer read or filled; buffer: the device gradient buffer; slab: the host gradient slab;
+    state: the device buffer for optimizer state.
     graph: a forward whose autograd graph is kept, or a backward that uses it.
     """
 
@@ -77,12 +86,24 @@ class Op:
     slot: int | None = None
     buffer: int | None = None
     slab: int | None = None
+    state: int | None = None
     waits: tuple[int, ...] = ()
     graph: bool = False
 
     @property
     def lane(self) -> str:
         return LANE_OF[self.kind]
+
+    @property
+    def place(self) -> int | None:
+        """The device buffer that people are told, where there are several."""
+        return next((number for number in (self.slot, self.buffer, self.state) if number is not None), None)
+
+    @property
+    def resized(self) -> tuple[SlotKind, int]:
+        """Kind and number of the buffer that comes or goes."""
+        named: dict[SlotKind, int | None] = {"weights": self.slot, "gradients": self.buffer, "optimizer": self.state}
+        return next((kind, number) for kind, number in named.items() if number is not None)
 
     @property
     def words(self) -> str:
@@ -92,14 +113,15 @@ class Op:
         words += f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         words += f", weights slot {self.slot}" if self.slot is not None else ""
         words += f", gradient buffer {self.buffer}" if self.buffer is not None else ""
+        words += f", optimizer buffer {self.state}" if self.state is not None else ""
         words += ", with a graph that is kept" if self.graph else ""
         return words.replace("add,", "add").replace("remove,", "remove")
 
     def __str__(self) -> str:
         """Short and complete, for reading and for literal lists in tests: "forward 3 mb0 slot1 after 7"."""
         parts = [self.kind.value, "shell" if self.layer is None else str(self.layer)]
-        named = (("mb", self.micro_batch), ("slot", self.slot), ("grad", self.buffer), ("slab", self.slab))
-        parts += [f"{name}{value}" for name, value in named if value is not None]
+        named = {"mb": self.micro_batch, "slot": self.slot, "grad": self.buffer, "slab": self.slab, "state": self.state}
+        parts += [f"{name}{value}" for name, value in named.items() if value is not None]
         if self.graph:
             parts.append("graph")
         if self.waits:
@@ -161,13 +183,19 @@ class _Slot:
     layer: int | None = None  # whose weights are valid here
     frozen_of: int | None = None  # whose frozen weights still are, once the trained ones are out of date
     loaded: int | None = None  # the load that put them here
-    last_use: int | None = None  # the last operation that reads them
+    last_use: int | None = None  # the last operation of the compute lane that reads them
+    stored: int | None = None  # the store that brings them to the host once AdamW has changed them here
 
 
 def _missing(held: Collection[int], wanted: int) -> list[int]:
     """The lowest free numbers with which `held` grows to `wanted` members."""
     free = (number for number in range(wanted + len(held)) if number not in held)
     return list(islice(free, max(0, wanted - len(held))))
+
+
+def _oldest(buffers: dict[int, int | None]) -> int:
+    """Of buffers with the last operation that used each, the one that was used longest ago."""
+    return min(buffers, key=lambda buffer: (buffers[buffer] or -1, buffer))
 
 
 def _present(*numbers: int | None) -> tuple[int, ...]:
@@ -182,6 +210,7 @@ class Schedule:
     partly_frozen: those of the trained that have frozen weights besides.
     update_in_backward: AdamW follows each gradient at once, through `slabs` host gradient slabs; otherwise
         every layer keeps a host gradient of its own until `updates`.
+    update_on_device: it follows each gradient of a layer on the device; only the shell's leaves.
     """
 
     layers: int
@@ -190,9 +219,11 @@ class Schedule:
     update_in_backward: bool = False
     slabs: int = 3
     partly_frozen: frozenset[int] = frozenset()
+    update_on_device: bool = False
     _next_number: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _buffers: dict[int, int | None] = field(default_factory=dict)  # gradient buffer → its last unload
+    _states: dict[int, int | None] = field(default_factory=dict)  # optimizer buffer → its last store
     _slab_uses: list[int | None] = field(default_factory=list)
     _updated: dict[int | None, int] = field(default_factory=dict)
     _unloaded: dict[int | None, int] = field(default_factory=dict)
@@ -350,7 +381,8 @@ class Schedule:
     def _backward(self, layer: int, shape: StepShape) -> Iterator[Op]:
         yield from self._fetch(Visit("backward", layer), shape)
         slot_id, slot = self._slot_of(layer)
-        buffer = self._oldest_buffer() if layer in self.trained else None
+        buffer = _oldest(self._buffers) if layer in self.trained else None
+        state = (yield from self._load_state(layer)) if layer in self.trained and self.update_on_device else None
         graph = shape.keeps_graph(layer, self.layers)
         for mb in range(shape.micro_batches):
             first = (slot.loaded, self._buffers[buffer] if buffer is not None else None) if mb == 0 else ()
@@ -358,9 +390,29 @@ class Schedule:
             op = self._op(Kind.BACKWARD, layer, micro_batch=mb, slot=slot_id, buffer=buffer, waits=waits, graph=graph)
             yield op
             self._inputs.consumed[(layer, mb)] = slot.last_use = op.number
-        if buffer is not None:
+        if buffer is not None and state is not None:
+            yield from self._update_here(layer, slot_id, buffer, state)
+        elif buffer is not None:
             self._outdate(slot)
             yield from self._unload(layer, buffer, op.number)
+
+    def _load_state(self, layer: int) -> Generator[Op, None, Op]:
+        state = _oldest(self._states)
+        waits = _present(self._states[state], self._updated.get(layer))
+        op = self._op(Kind.LOAD_STATE, layer, state=state, waits=waits)
+        yield op
+        return op
+
+    def _update_here(self, layer: int, slot_id: int, buffer: int, loaded: Op) -> Iterator[Op]:
+        """AdamW in the slot, so that the weights there stay the newest; the next backward follows on the same lane."""
+        state, slot = loaded.state, self._slots[slot_id]
+        assert state is not None
+        update = self._op(Kind.ADAMW, layer, slot=slot_id, buffer=buffer, state=state, waits=(loaded.number,))
+        yield update
+        store = self._op(Kind.STORE, layer, slot=slot_id, state=state, waits=(update.number,))
+        yield store
+        slot.last_use = update.number
+        slot.stored = self._states[state] = self._updated[layer] = store.number
 
     def _outdate(self, slot: _Slot) -> None:
         """The trained weights in it are about to change on the host."""
@@ -396,9 +448,6 @@ class Schedule:
     def _holds(self, layer: int) -> bool:
         return any(slot.layer == layer for slot in self._slots.values())
 
-    def _oldest_buffer(self) -> int:
-        return min(self._buffers, key=lambda buffer: (self._buffers[buffer] or -1, buffer))
-
     def _ensure_loaded(self, visits: list[Visit], at: int, ahead: int) -> Iterator[Op]:
         layer = visits[at + ahead].layer
         if self._holds(layer):
@@ -410,10 +459,10 @@ class Schedule:
             Kind.LOAD,
             layer,
             slot=slot_id,
-            waits=_present(slot.last_use, slot.loaded, self._updated.get(layer)),
+            waits=_present(slot.last_use, slot.loaded, slot.stored, self._updated.get(layer)),
         )
         yield op
-        slot.layer, slot.loaded, slot.last_use, slot.frozen_of = layer, op.number, None, None
+        self._slots[slot_id] = _Slot(layer, loaded=op.number)
 
     def _slot_for(self, layer: int, visits: list[Visit], at: int, window: list[Visit]) -> int:
         """Where the layer's frozen weights still lie, or else the slot that can best be spared."""
@@ -447,13 +496,20 @@ class Schedule:
         for slot_id in _missing(self._slots, slots):
             self._slots[slot_id] = _Slot()
             yield self._op(Kind.ADD, slot=slot_id)
-        for buffer in _missing(self._buffers, knobs.grad_buffers):
+        buffers, states = (1, knobs.grad_buffers) if self.update_on_device else (knobs.grad_buffers, 0)
+        for buffer in _missing(self._buffers, buffers):
             self._buffers[buffer] = None
             yield self._op(Kind.ADD, buffer=buffer)
+        for state in _missing(self._states, states):
+            self._states[state] = None
+            yield self._op(Kind.ADD, state=state)
         while len(self._slots) > slots:
             slot_id = self._victim(visits, at, window)
             slot = self._slots.pop(slot_id)
-            yield self._op(Kind.REMOVE, slot=slot_id, waits=_present(slot.last_use, slot.loaded))
-        while len(self._buffers) > knobs.grad_buffers:
-            buffer = self._oldest_buffer()
+            yield self._op(Kind.REMOVE, slot=slot_id, waits=_present(slot.last_use, slot.loaded, slot.stored))
+        while len(self._buffers) > buffers:
+            buffer = _oldest(self._buffers)
             yield self._op(Kind.REMOVE, buffer=buffer, waits=_present(self._buffers.pop(buffer)))
+        while len(self._states) > states:
+            state = _oldest(self._states)
+            yield self._op(Kind.REMOVE, state=state, waits=_present(self._states.pop(state)))

@@ -30,8 +30,9 @@ def host_shape(config: EngineConfig) -> HostShape:
         split=config.dtype == "bfloat16",
         moment_bytes=4 if config.moments_dtype == "float32" else 2,
         keep_gradients=config.optimizer_overlap != "backward",
-        slabs=HOST_SLABS,
+        slabs=HOST_SLABS if config.optimizer_device == "host" else 0,
         keep_reference=config.keep_reference,
+        stream_state=config.optimizer_device == "device",
     )
 
 
@@ -44,6 +45,7 @@ def schedule_of(layouts: list[Layout], shell: Layout, config: EngineConfig) -> S
         update_in_backward=config.optimizer_overlap == "backward",
         slabs=HOST_SLABS,
         partly_frozen=frozenset(i for i, layout in enumerate(layouts) if 0 < layout.trained_nbytes < layout.nbytes),
+        update_on_device=config.optimizer_device == "device",
     )
 
 

@@ -1,4 +1,4 @@
-"""Device buffers with named states: the weights ring and the gradient buffers.
+"""Device buffers with named states: the weights ring, the gradient buffers, and those for optimizer state.
 
 A buffer belongs to one lane at a time; the guarded transitions are where that is checked. What a viewer sees
 (`SlotChange` records) is derived from the spans of the same operations, so it carries the device's times.
@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 
 from megatrain.schedule import Kind, Op
-from megatrain.trace import Recorder, SlotChange, Span
+from megatrain.trace import Recorder, SlotChange, SlotKind, Span
 
 
 class BufferState(Enum):
@@ -23,7 +23,7 @@ class BufferState(Enum):
     FREE = "free"  # nothing of value; may be filled
     LOADING = "loading"  # the h2d lane writes it
     READY = "ready"  # whole weights, nobody uses them now
-    IN_USE = "in_use"  # the compute lane reads weights from it, or writes gradients into it
+    IN_USE = "in_use"  # the compute lane reads or changes weights or optimizer state, or writes gradients into it
     DRAINING = "draining"  # the d2h lane reads it
     REMOVED = "removed"  # given back to the device
 
@@ -79,7 +79,7 @@ class Ledger:
 
 
 class BufferPool:
-    """The device buffers of one kind ("weights" or "gradients"), all of one size."""
+    """The device buffers of one kind ("weights", "gradients" or "optimizer"), all of one size."""
 
     def __init__(self, kind: str, nbytes: int, device: torch.device, ledger: Ledger, recorder: Recorder) -> None:
         self.kind = kind
@@ -126,15 +126,46 @@ class BufferPool:
             self._recorder.add(SlotChange(time_s, self.kind, number, state.value, layer, span.step))  # type: ignore[arg-type]
 
 
-def weight_states(op: Op, *, spent: bool) -> tuple[BufferState, BufferState]:
+States = tuple[BufferState, BufferState]
+
+
+def buffer_states(op: Op, *, spent: bool) -> Iterator[tuple[SlotKind, int, States]]:
+    """Kind, number and states of every buffer whose state `op` changes: while it runs and after it.
+
+    A store only reads its weights slot; the next forward may do so at the same time.
+    """
+    if op.slot is not None and op.kind is not Kind.STORE:
+        yield "weights", op.slot, weight_states(op, spent=spent)
+    if op.buffer is not None:
+        yield "gradients", op.buffer, gradient_states(op)
+    if op.state is not None:
+        yield "optimizer", op.state, optimizer_states(op)
+
+
+def is_spent(op: Op, micro_batches: int, *, updated_here: bool) -> bool:
+    """After its last backward a trained layer's weights on the device are out of date, unless updated there."""
+    last = op.micro_batch == micro_batches - 1
+    return op.kind is Kind.BACKWARD and op.buffer is not None and last and not updated_here
+
+
+def weight_states(op: Op, *, spent: bool) -> States:
     """What `op` makes of its weights slot while it runs and after it; `spent`: its weights are of no more use."""
     if op.kind is Kind.LOAD:
         return BufferState.LOADING, BufferState.READY
     return BufferState.IN_USE, BufferState.FREE if spent else BufferState.READY
 
 
-def gradient_states(op: Op) -> tuple[BufferState, BufferState]:
+def gradient_states(op: Op) -> States:
     """What `op` makes of its gradient buffer while it runs and after it."""
     if op.kind is Kind.UNLOAD:
+        return BufferState.DRAINING, BufferState.FREE
+    return BufferState.IN_USE, BufferState.FREE if op.kind is Kind.ADAMW else BufferState.IN_USE
+
+
+def optimizer_states(op: Op) -> States:
+    """What `op` makes of its optimizer buffer while it runs and after it."""
+    if op.kind is Kind.LOAD_STATE:
+        return BufferState.LOADING, BufferState.READY
+    if op.kind is Kind.STORE:
         return BufferState.DRAINING, BufferState.FREE
     return BufferState.IN_USE, BufferState.IN_USE

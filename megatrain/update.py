@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +12,7 @@ import torch
 from megatrain.config import AdamWConfig
 from megatrain.host import HostLayer
 from megatrain.layout import Entry, align
-from megatrain.optim import AdamWStep, update
+from megatrain.optim import AdamWStep, update, update_on_device
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,31 @@ def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], num
 
     gradient: uint8, laid out like the weights' trained prefix. Also keeps `host.weight_norm` up to date.
     """
-    squares = sum(_squares(host, entry) for entry in host.layout.trained if entry.name not in present)
+    host.weight_norm = math.sqrt(float(_apply(host, gradient, present, numbers, update)))
+
+
+def update_layer_on_device(
+    layer: HostLayer, gradient: torch.Tensor, present: set[str], numbers: Hyperparameters
+) -> torch.Tensor:
+    """The same for a layer whose arrays lie on the device (`HostLayer.elsewhere`).
+
+    Returns the sum of the squares of its trained weights (float64, there), so that nobody waits for the device.
+    """
+    return _apply(layer, gradient, present, numbers, update_on_device)
+
+
+def _apply(
+    host: HostLayer,
+    gradient: torch.Tensor,
+    present: set[str],
+    numbers: Hyperparameters,
+    adamw: Callable[..., float | torch.Tensor],
+) -> torch.Tensor:
+    """The sum of the squares of all trained weights afterwards."""
+    squares = torch.zeros((), dtype=torch.float64, device=host.weights.device)
+    for entry in host.layout.trained:
+        if entry.name not in present:
+            squares += _squares(host, entry)
     for entry in host.layout.trained:
         if entry.name in present:
             host.steps[entry.name] = host.steps.get(entry.name, 0) + 1
@@ -51,7 +75,7 @@ def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], num
         elements = slice(first.element, last.element + last.spec.numel)
         stop = first.offset_bytes + (elements.stop - elements.start) * first.spec.dtype.itemsize
         split = host.low is not None and first.spec.dtype == torch.bfloat16
-        squares += update(
+        squares += adamw(
             host.weights[first.offset_bytes : stop].view(first.spec.dtype),
             host.low[elements] if split and host.low is not None else None,
             gradient[first.offset_bytes : stop].view(first.spec.dtype),
@@ -59,17 +83,18 @@ def update_layer(host: HostLayer, gradient: torch.Tensor, present: set[str], num
             host.exp_avg_sq[elements],
             numbers.at(host.steps[first.name], first.spec.decay),
         )
-    host.weight_norm = math.sqrt(squares)
+    return squares
 
 
 def weight_norm(host: HostLayer) -> float:
     """The 2-norm of a layer's trained weights as they are streamed; NaN where none is trained."""
-    squares = [_squares(host, entry) for entry in host.layout.trained]
+    squares = [float(_squares(host, entry)) for entry in host.layout.trained]
     return math.sqrt(sum(squares)) if squares else math.nan
 
 
-def _squares(host: HostLayer, entry: Entry) -> float:
-    return float(torch.linalg.vector_norm(entry.view(host.weights), dtype=torch.float32)) ** 2
+def _squares(host: HostLayer, entry: Entry) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(entry.view(host.weights), dtype=torch.float32)
+    return norm.double().square()
 
 
 def _runs(host: HostLayer, present: set[str]) -> Iterator[list[Entry]]:

@@ -25,7 +25,7 @@ LOGIT_BYTES = 12  # float32 log-probabilities, their gradient and the logits' gr
 
 @dataclass(frozen=True)
 class Workspace:
-    """Estimated bytes. A layer's and the head's are not needed at the same time."""
+    """Estimated bytes. A layer's, the head's and AdamW's are not needed at the same time."""
 
     masks: int  # of the whole batch, as the recorded calls keep them
     first_input: int  # layer 0's input, which the shell's graph keeps also when saved inputs are offloaded
@@ -35,6 +35,7 @@ class Workspace:
     layer_gradient: int  # what is on its way from autograd to the gradient buffer at one time: the largest one
     loss_chunk: int
     head_gradient: int  # with the logits' gradient, from which it is computed
+    update: int = 0  # AdamW on the device, a piece at a time
 
     @property
     def kept_of_a_layer(self) -> int:
@@ -52,7 +53,7 @@ class Workspace:
 
     @property
     def total(self) -> int:
-        return self.masks + self.first_input + max(self.layer, self.head)
+        return self.masks + self.first_input + max(self.layer, self.head, self.update)
 
 
 def workspace(
@@ -67,12 +68,13 @@ def workspace(
     tile_tokens: int | None = None,
     compiled: bool = False,
     math: bool = False,
+    update_bytes: int = 0,
 ) -> Workspace:
     """Estimate a step of this size.
 
     itemsize: bytes of the compute dtype. chunk_tokens: tokens of a loss chunk. tile_tokens: of a tile of a layer's MLP,
     None = all at once. compiled: layers are; their gradients come all at once. math: of the kernels that a fused model
-    might run, it is to run torch's unfused one.
+    might run, it is to run torch's unfused one. update_bytes: of AdamW on the device.
     """
     logits = min(chunk_tokens, size.micro_batch_tokens) * widths.vocabulary
     copies, score_bytes = _scores(widths, size, itemsize, math=math)
@@ -85,6 +87,7 @@ def workspace(
         layer_gradient=_gradients_at_once(layouts, tiles=tile_tokens is not None, compiled=compiled),
         loss_chunk=logits * LOGIT_BYTES,
         head_gradient=logits * itemsize + _largest_gradient([shell]),
+        update=update_bytes,
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from megatrain import StreamingEngine
-from megatrain.memory import device_bytes
+from megatrain.memory import device_bytes, optimizer_buffer_bytes
 
 
 def require_no_leak(engine: StreamingEngine) -> None:
     """Between two steps the device holds what the knobs ask for, and nothing else."""
     executor, knobs = engine._executor, engine.control.knobs
     assert len(executor.weights) == min(knobs.weight_slots, len(engine._layouts))
-    assert len(executor.gradients) == knobs.grad_buffers
-    needs = device_bytes(engine._layouts, engine._shell_layout, knobs, engine._room.size, offload=True)
+    each = optimizer_buffer_bytes(engine._layouts, engine.config)
+    counts = (1, knobs.grad_buffers) if each else (knobs.grad_buffers, 0)
+    assert (len(executor.gradients), len(executor.optimizer)) == counts
+    size = engine._room.size
+    needs = device_bytes(engine._layouts, engine._shell_layout, knobs, size, offload=True, optimizer_bytes=each)
     assert engine.arena_bytes == needs.total - needs.saved_inputs
     assert not executor.saved._held
     assert not executor._dones

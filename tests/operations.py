@@ -18,10 +18,12 @@ def schedule(
     update_in_backward: bool = False,
     slabs: int = 3,
     partly_frozen: Iterable[int] = (),
+    here: bool = False,
 ) -> Schedule:
-    """A schedule whose layers are all trained, unless told otherwise."""
+    """A schedule whose layers are all trained, unless told otherwise. here: AdamW runs on the device."""
     which = frozenset(range(layers) if trained is None else trained)
-    return Schedule(layers, which, shell_trained, update_in_backward, slabs, frozenset(partly_frozen))
+    in_backward = update_in_backward or here
+    return Schedule(layers, which, shell_trained, in_backward, slabs, frozenset(partly_frozen), here)
 
 
 def depth(prefetch_depth: int, *, resident: int = 0, grad_buffers: int = 2) -> Callable[[Visit], Knobs]:

@@ -167,6 +167,7 @@ def test_a_timeline_that_cannot_be_written_is_no_wrong_use(tmp_path: Path) -> No
         (["--dtype", "float32"], "float32, 8 × 2,048"),
         (["--moments", "bfloat16"], "10.0 bytes a parameter"),
         (["--overlap", "backward"], "12.4 bytes a parameter"),
+        (["--overlap", "backward", "--optimizer-device", "device"], "optimizer buffers"),
     ],
 )
 def test_options_reach_the_plan(options: list[str], words: str) -> None:

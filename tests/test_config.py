@@ -24,6 +24,7 @@ ENGINE_RULES: list[tuple[str, str, list[object]]] = [
     ("tile_tokens", r"tile_tokens must be a whole number ≥ 1, or None", [0, -5, 1e3, True]),
     ("compile", r"compile must be True or False", [1, None, "yes"]),
     ("optimizer_overlap", r"optimizer_overlap must be one of \('forward', 'backward', 'none'\)", ["both", None]),
+    ("optimizer_device", r"optimizer_device must be one of \('host', 'device'\)", ["cpu", None]),
     ("moments_dtype", r"moments_dtype must be one of \('bfloat16', 'float32'\)", ["float16", None]),
     ("placement", r"placement must be one of \('auto', 'none'\)", ["numa", None]),
     ("keep_reference", r"keep_reference must be True or False", [1, None, "yes"]),
@@ -56,6 +57,7 @@ ENGINE_ALLOWED: dict[str, list[object]] = {
     "tile_tokens": [None, 1, 4096],
     "compile": [True, False],
     "optimizer_overlap": ["forward", "backward", "none"],
+    "optimizer_device": ["host"],
     "moments_dtype": ["float32", "bfloat16"],
     "placement": ["auto", "none"],
     "keep_reference": [True, False],
@@ -119,6 +121,14 @@ def test_compiled_layers_run_the_attention_that_torch_chooses(attention: Any) ->
     with pytest.raises(ValueError, match=f'leave attention at "torch", or compile; got {attention!r}'):
         EngineConfig(compile=True, attention=attention)
     assert EngineConfig(compile=True).attention == "torch"
+
+
+@pytest.mark.parametrize("overlap", ["forward", "none"])
+def test_the_device_applies_gradients_in_backward_only(overlap: Any) -> None:
+    rule = r'set optimizer_overlap="backward" \(and max_grad_norm=None\), or optimizer_device="host"; got '
+    with pytest.raises(ValueError, match=rule + f"'{overlap}'"):
+        EngineConfig(optimizer_device="device", optimizer_overlap=overlap)
+    assert EngineConfig(optimizer_device="device", optimizer_overlap="backward").optimizer_device == "device"
 
 
 def test_every_field_has_its_rule() -> None:

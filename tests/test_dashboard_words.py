@@ -69,6 +69,14 @@ def test_the_optimizer_binds() -> None:
     )
 
 
+def test_optimizer_state_binds() -> None:
+    bound = metrics(span("h2d", "load state", 0, 9), span("compute", "adamw", 9, 10))
+    assert advice(bound, RECORD) == (
+        "Optimizer state binds: compute waited 90% of step 12 for it on its way. It may stay where it is: "
+        'optimizer_device="host". Or more tokens per step, or one more gradient buffer.'
+    )
+
+
 def test_saved_inputs_bind() -> None:
     bound = metrics(span("h2d", "fetch", 0, 5), span("compute", "backward", 5, 10))
     words = advice(bound, RECORD)

@@ -20,9 +20,10 @@ from test_engine_bfloat16 import ByHand
 from tiny_models import tiny
 from transformers import PreTrainedModel
 
-from megatrain import AdamWConfig, EngineConfig, StreamingEngine
+from megatrain import AdamWConfig, EngineConfig, StreamingEngine, optim
 from megatrain.anatomy.kernels import BACKENDS, attention_by, rehearsed
 from megatrain.engine import DeviceMemoryError
+from megatrain.optim import DEVICE_CHUNK, AdamWStep
 
 DEVICE = "cuda"
 pytestmark = [
@@ -109,6 +110,42 @@ def test_where_the_updates_run(overlap: Any) -> None:
     pair = Pair.of(build("llama"), adamw, device=DEVICE, optimizer_overlap=overlap, micro_batch_size=MICRO_ROWS)
     with pair.engine:
         pair.require_close(batches_for(pair.plain), TOLERANCE)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("grad_buffers", [1, 2, 3])
+def test_adamw_on_the_device(depth: int, grad_buffers: int) -> None:
+    """Beside torch.optim.AdamW on the same device."""
+    adamw = AdamWConfig(lr=LR, eps=1e-4, weight_decay=0.1, max_grad_norm=None)
+    here: dict[str, Any] = {"optimizer_overlap": "backward", "optimizer_device": "device"}
+    knobs = {"prefetch_depth": depth, "grad_buffers": grad_buffers, "micro_batch_size": MICRO_ROWS}
+    pair = Pair.of(build("llama"), adamw, device=DEVICE, **here, **knobs)
+    with pair.engine:
+        pair.require_close(batches_for(pair.plain, 4), TOLERANCE)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_adamw_of_a_card_is_that_of_the_host(split: bool, moments: torch.dtype) -> None:
+    """Over several pieces; random bits are the same, so that rounded moments differ by what the arithmetic does."""
+    count, generator = DEVICE_CHUNK + 1000, torch.Generator().manual_seed(0)
+    master = torch.randn(count, generator=generator)
+    weight, low = master, None
+    if split:
+        weight, low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+        optim.split(master, weight, low)
+    arrays = [weight, low, torch.zeros(count, dtype=moments), torch.zeros(count, dtype=moments)]
+    there = [None if array is None else array.to(DEVICE) for array in arrays]
+    for number in range(1, 4):
+        gradient = torch.randn(count, generator=generator).to(weight.dtype)
+        step = AdamWStep(1e-3, 0.9, 0.99, 1e-8, 0.1, number)
+        squares = optim.update(weight, low, gradient, arrays[2], arrays[3], step)  # type: ignore[arg-type]
+        found = optim.update_on_device(there[0], there[1], gradient.to(DEVICE), there[2], there[3], step)  # type: ignore[arg-type]
+        assert float(found) == pytest.approx(squares, rel=1e-5)
+    on_host, on_card = (each[0].float() if low is None else optim.join(each[0], each[1]) for each in (arrays, there))  # type: ignore[union-attr, arg-type]
+    assert gap({"weights": on_card.cpu()}, {"weights": on_host}) <= 1e-6
+    for mine, other in zip(there[2:], arrays[2:], strict=True):
+        assert gap({"moments": mine.cpu().float()}, {"moments": other.float()}) <= 1e-2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])

@@ -14,6 +14,7 @@ from megatrain.hazards import HazardError, check
 from megatrain.schedule import Kind, Op, StepShape
 
 LAYERS = 4
+UPDATES = ["after", "in backward", "on the device"]
 
 
 def played(
@@ -23,21 +24,22 @@ def played(
     trained: Iterable[int] | None = None,
     micro_batches: int = 2,
     offload: bool = True,
-    in_backward: bool = False,
+    updates: str = "after",
     resident: int = 0,
     partly_frozen: Iterable[int] = (),
     kept: int = 0,
 ) -> list[Op]:
     """Three steps with their updates."""
     shape = StepShape(micro_batches, offload=offload, kept_graphs=kept)
-    planned = schedule(layers, trained, update_in_backward=in_backward, partly_frozen=partly_frozen)
+    in_backward, here = updates == "in backward", updates == "on the device"
+    planned = schedule(layers, trained, update_in_backward=in_backward, partly_frozen=partly_frozen, here=here)
     return play(planned, shape, depth(ahead, resident=resident), steps=3).ops
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_every_small_schedule_is_safe(layers: int, offload: bool, in_backward: bool) -> None:
+def test_every_small_schedule_is_safe(layers: int, offload: bool, updates: str) -> None:
     some_frozen = [None, [], [0], [layers - 1], range(0, layers, 2)]
     for ahead, mbs, resident, trained in product(range(7), (1, 2, 3), (0, 1, 2), some_frozen):
         ops = played(
@@ -46,39 +48,39 @@ def test_every_small_schedule_is_safe(layers: int, offload: bool, in_backward: b
             trained=trained,
             micro_batches=mbs,
             offload=offload,
-            in_backward=in_backward,
+            updates=updates,
             resident=resident,
         )
         assert check(ops) == len(ops)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_layers_that_are_frozen_but_for_adapters_are_safe(layers: int, in_backward: bool) -> None:
+def test_layers_that_are_frozen_but_for_adapters_are_safe(layers: int, updates: str) -> None:
     which = [range(layers), [0], [layers - 1], range(0, layers, 2)]
     for ahead, resident, partly, trained in product(range(5), (0, 1, 2, 6), which, [None, [0, layers - 1]]):
         of_those = set(partly) & set(range(layers) if trained is None else trained)
-        ops = played(layers, ahead, trained=trained, resident=resident, in_backward=in_backward, partly_frozen=of_those)
+        ops = played(layers, ahead, trained=trained, resident=resident, updates=updates, partly_frozen=of_those)
         assert check(ops) == len(ops)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_layers_that_keep_their_graph_are_safe(layers: int, offload: bool, in_backward: bool) -> None:
+def test_layers_that_keep_their_graph_are_safe(layers: int, offload: bool, updates: str) -> None:
     for ahead, mbs, kept, trained in product(range(5), (1, 3), range(1, layers + 2), [None, [0], range(0, layers, 2)]):
-        options: dict[str, Any] = {"micro_batches": mbs, "offload": offload, "in_backward": in_backward}
+        options: dict[str, Any] = {"micro_batches": mbs, "offload": offload, "updates": updates}
         ops = played(layers, ahead, trained=trained, kept=kept, **options)
         assert check(ops) == len(ops)
         assert sum(op.graph for op in ops) == 3 * 2 * mbs * min(kept, layers)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 6])
 @pytest.mark.parametrize("layers", [17, 64])
-def test_large_schedules_are_safe(layers: int, ahead: int, in_backward: bool) -> None:
+def test_large_schedules_are_safe(layers: int, ahead: int, updates: str) -> None:
     for resident, trained in product((0, 2), (None, range(0, layers, 3))):
-        check(played(layers, ahead, trained=trained, in_backward=in_backward, resident=resident))
+        check(played(layers, ahead, trained=trained, updates=updates, resident=resident))
 
 
 @pytest.mark.parametrize(("trained", "lowest"), [([3], 3), ([1, 2], 1), ([0], 0)])
@@ -88,6 +90,14 @@ def test_a_backward_that_ends_early_is_safe(trained: list[int], lowest: int) -> 
     for ahead in range(5):
         planned = schedule(LAYERS, trained, shell_trained=False)
         check(play(planned, shape, depth(ahead), steps=3).ops)
+
+
+@pytest.mark.parametrize("grad_buffers", [1, 2, 3, 5])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 6])
+def test_any_number_of_optimizer_buffers_is_safe(grad_buffers: int, ahead: int) -> None:
+    for layers, mbs, resident in product((1, 2, 3, 7), (1, 2), (0, 2)):
+        planned = schedule(layers, here=True)
+        check(play(planned, StepShape(mbs), depth(ahead, grad_buffers=grad_buffers, resident=resident), steps=3).ops)
 
 
 @pytest.mark.parametrize("slabs", [1, 2, 3])
@@ -372,10 +382,83 @@ IN_BACKWARD_FAULTS: dict[Fault, str] = {
 
 @pytest.mark.parametrize("fault", IN_BACKWARD_FAULTS, ids=lambda fault: fault.__name__)
 def test_finds_where_updates_follow_each_gradient(fault: Fault) -> None:
-    ops = played(LAYERS, 1, in_backward=True)
+    ops = played(LAYERS, 1, updates="in backward")
     check(ops)
     with pytest.raises(HazardError, match=IN_BACKWARD_FAULTS[fault]):
         check(fault(ops))
+
+
+def here_state_into_a_buffer_that_leaves(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.LOAD_STATE, 1)
+    return without_wait(ops, op, find(ops, Kind.STORE, 3))
+
+
+def here_adamw_before_its_state(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.ADAMW, 2), find(ops, Kind.LOAD_STATE, 2))
+
+
+def here_adamw_before_backward(ops: list[Op]) -> list[Op]:
+    return swapped(ops, find(ops, Kind.BACKWARD, 2, mb=0), find(ops, Kind.ADAMW, 2))
+
+
+def here_store_before_adamw(ops: list[Op]) -> list[Op]:
+    return without_wait(ops, find(ops, Kind.STORE, 2), find(ops, Kind.ADAMW, 2))
+
+
+def here_load_into_a_slot_that_is_stored(ops: list[Op]) -> list[Op]:
+    """Layer 1's weights come into the slot from which layer 3's are leaving."""
+    op = find(ops, Kind.LOAD, 1, nth=1)
+    return without_wait(ops, op, find(ops, Kind.STORE, 3))
+
+
+def here_a_dropped_store(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.STORE, 3))
+
+
+def here_a_dropped_adamw(ops: list[Op]) -> list[Op]:
+    return without(ops, find(ops, Kind.ADAMW, 1))
+
+
+def here_another_optimizer_buffer(ops: list[Op]) -> list[Op]:
+    op = find(ops, Kind.STORE, 1)
+    return put(ops, replace(op, state=1 - (op.state or 0)))
+
+
+def here_a_buffer_that_was_never_made(ops: list[Op]) -> list[Op]:
+    return without(ops, next(op for op in ops if op.kind is Kind.ADD and op.state == 1))
+
+
+HERE_FAULTS: dict[Fault, str] = {
+    here_state_into_a_buffer_that_leaves: r"load state 1 .*write to \('optimizer buffer', .\) may run before «store 3",
+    here_adamw_before_its_state: r"adamw 2 .*read of \('optimizer buffer', .\) may run before «load state 2",
+    here_adamw_before_backward: r"adamw 2 .*\('gradient buffer', 0\) holds .*, not 2",
+    here_store_before_adamw: r"store 2 .*read of \('slot', .\) may run before «adamw 2",
+    here_load_into_a_slot_that_is_stored: r"load 1 .*write to \('slot', .\) may run before «store 3",
+    here_a_dropped_store: r"\('host (weights|state)', 3\) holds 'what is spent'|optimizer buffer",
+    here_a_dropped_adamw: r"store 1 .*may run before «load 1",
+    here_another_optimizer_buffer: r"store 1 .*\('optimizer buffer', .\) (holds|may run before)",
+    here_a_buffer_that_was_never_made: r"load state 2 .*there is no \('optimizer buffer', 1\)",
+}
+
+WHERE_IT_SHOWS = {here_state_into_a_buffer_that_leaves: 6}  # depth: with less, a load waits for the same before
+
+
+@pytest.mark.parametrize("fault", HERE_FAULTS, ids=lambda fault: fault.__name__)
+def test_finds_where_the_device_runs_the_optimizer(fault: Fault) -> None:
+    ops = played(LAYERS, WHERE_IT_SHOWS.get(fault, 1), updates="on the device")
+    check(ops)
+    with pytest.raises(HazardError, match=HERE_FAULTS[fault]):
+        check(fault(ops))
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Kind.LOAD, "host weights"), (Kind.LOAD_STATE, "host state")])
+def test_finds_a_load_of_what_is_still_being_stored(kind: Kind, what: str) -> None:
+    ops = played(LAYERS, 1, updates="on the device")
+    buffer: dict[str, Any] = {"slot": 9} if kind is Kind.LOAD else {"state": 9}
+    made, load = Op(len(ops), Kind.ADD, **buffer), Op(len(ops) + 1, kind, 0, **buffer)
+    check([*ops, made, replace(load, waits=(find(ops, Kind.STORE, 0, nth=2).number,))])
+    with pytest.raises(HazardError, match=rf"{kind.value} 0 .*read of \('{what}', 0\) may run before «store 0"):
+        check([*ops, made, load])
 
 
 def test_finds_weights_that_have_changed_on_the_host() -> None:

@@ -250,6 +250,43 @@ def test_device_peak_does_not_grow_with_layers_once_inputs_are_offloaded() -> No
             assert engine.device_peak_bytes == pytest.approx(planned[4].held_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("depth", "grad_buffers"), [(0, 1), (1, 2), (7, 3)])
+def test_an_optimizer_on_the_device_is_as_planned(dtype: Any, moments: Any, depth: int, grad_buffers: int) -> None:
+    """State of so many layers as there are buffers, one gradient, and none of the layers' on the host."""
+    config = EngineConfig(
+        device="cpu",
+        dtype=dtype,
+        moments_dtype=moments,
+        prefetch_depth=depth,
+        grad_buffers=grad_buffers,
+        offload_activations=False,
+        optimizer_overlap="backward",
+        optimizer_device="device",
+    )
+    planned, itemsize, moment = tiny_plan(config), 4 if dtype == "float32" else 2, 4 if moments == "float32" else 2
+    elements = tiny_layer(itemsize) // itemsize
+    state = sum(padded(elements, each) for each in ([moment] * 2 if dtype == "float32" else [moment] * 2 + [2]))
+    assert planned.device["gradient buffers"] == tiny_layer(itemsize)
+    assert planned.device["optimizer buffers"] == grad_buffers * state
+    assert planned.host["gradients"] == tiny_shell(itemsize)
+    with trained_engine(tiny_model(), config) as engine:
+        arenas = {role: arena.nbytes for role, arena in engine._host.arenas.items()}
+        assert engine.device_peak_bytes == planned.held_bytes == engine.planned_bytes
+    assert planned.host == arenas | {needs.OFFLOADED: 0}
+
+
+def test_advice_where_optimizer_state_does_not_fit_the_device() -> None:
+    config = EngineConfig(optimizer_overlap="backward", optimizer_device="device", micro_batch_size=1)
+    small = replace(H200_1_5TB, device_free_bytes=10 * 10**9)
+    planned = plan(llama_8b(), config, NO_CLIPPING, batch=1, sequence=512, machine=small)
+    layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
+    assert planned.device["optimizer buffers"] == 2 * 10 * layer
+    assert 'optimizer_device="host" saves' in planned.problems[0]
+    assert "AdamW's temporaries" in str(planned)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gemma3_text", "gpt2"])
 def test_plan_of_other_families_is_what_the_engine_allocates(family: str) -> None:
     config = EngineConfig(device="cpu", micro_batch_size=2, offload_activations=False)

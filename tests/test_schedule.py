@@ -274,6 +274,68 @@ def test_updates_that_follow_each_gradient() -> None:
     """)
 
 
+def test_updates_on_the_device() -> None:
+    """Two optimizer buffers in turn, one gradient buffer; what was changed in a slot is the newest, and stays.
+
+    Only layer 2 has to be loaded in the second step, and layer 0, whose slot it took.
+    """
+    assert drawn(play(schedule(3, here=True), ONE, depth(1), steps=2).ops[13:]) == lines("""
+        13 head shell mb0
+        14 load state 2 state0
+        15 backward 2 mb0 slot0 grad0 after 11
+        16 adamw 2 slot0 grad0 state0 after 14
+        17 store 2 slot0 state0 after 16
+        18 load state 1 state1
+        19 backward 1 mb0 slot1 grad0 after 9
+        20 adamw 1 slot1 grad0 state1 after 18
+        21 store 1 slot1 state1 after 20
+        22 load 0 slot0 after 11,16,17
+        23 load state 0 state0 after 17
+        24 backward 0 mb0 slot0 grad0 after 22
+        25 adamw 0 slot0 grad0 state0 after 23
+        26 store 0 slot0 state0 after 25
+        27 backward shell mb0
+        28 norm shell
+        29 unload shell after 28
+        30 update shell after 29
+        31 load shell after 29,30
+        32 record shell mb0 after 31
+        33 forward 0 mb0 slot0 after 22
+        34 forward 1 mb0 slot1 after 9
+        35 load 2 slot0 after 17,22,26,33
+        36 forward 2 mb0 slot0 after 35
+        37 head shell mb0
+        38 load state 2 state1 after 17,21
+        39 backward 2 mb0 slot0 grad0 after 35
+        40 adamw 2 slot0 grad0 state1 after 38
+        41 store 2 slot0 state1 after 40
+        42 load state 1 state0 after 21,26
+        43 backward 1 mb0 slot1 grad0 after 9
+        44 adamw 1 slot1 grad0 state0 after 42
+        45 store 1 slot1 state0 after 44
+        46 load 0 slot0 after 26,35,40,41
+        47 load state 0 state1 after 26,41
+        48 backward 0 mb0 slot0 grad0 after 46
+        49 adamw 0 slot0 grad0 state1 after 47
+        50 store 0 slot0 state1 after 49
+        51 backward shell mb0
+        52 norm shell
+        53 unload shell after 30,52
+        54 update shell after 53
+    """)
+
+
+@pytest.mark.parametrize("grad_buffers", [2, 3])
+@pytest.mark.parametrize("layers", [4, 9])
+def test_state_comes_while_the_layer_above_is_at_work(layers: int, grad_buffers: int) -> None:
+    """Nothing that a load of state waits for is later than AdamW of the layer two above and what follows it out."""
+    ops = play(schedule(layers, here=True), ONE, depth(1, grad_buffers=grad_buffers), steps=2).ops
+    backwards = {op.layer: op.number for op in ops if op.kind is Kind.BACKWARD}  # of the second step
+    for op in ops[len(ops) // 2 :]:
+        if op.kind is Kind.LOAD_STATE and op.layer is not None and op.layer < layers - grad_buffers:
+            assert max(op.waits) < backwards[op.layer + grad_buffers - 1]
+
+
 def test_frozen_layers_stay_in_slots_across_steps() -> None:
     """Only layer 2 is trained: backward ends there, the frozen shell is loaded once, layer 1 never again."""
     planned = schedule(3, trained=[2], shell_trained=False)
@@ -460,12 +522,13 @@ some_knobs = st.builds(
     micro_batches=st.integers(1, 3),
     offload=st.booleans(),
     in_backward=st.booleans(),
+    here=st.booleans(),
 )
 def test_knobs_turned_at_any_layer_keep_the_order_safe(
-    layers: int, frozen: set[int], turns: list[Knobs], micro_batches: int, offload: bool, in_backward: bool
+    layers: int, frozen: set[int], turns: list[Knobs], micro_batches: int, offload: bool, in_backward: bool, here: bool
 ) -> None:
     knobs = cycle(turns)
-    planned = schedule(layers, trained=set(range(layers)) - frozen, update_in_backward=in_backward)
+    planned = schedule(layers, trained=set(range(layers)) - frozen, update_in_backward=in_backward, here=here)
     played = play(planned, StepShape(micro_batches, offload=offload), lambda _: next(knobs), steps=3)
     held: dict[int, int | None] = {}
     for op in played.ops:
@@ -550,15 +613,16 @@ def called(planned: Schedule, knobs: Iterator[Knobs]) -> Iterator[Op]:
     frozen=st.sets(st.integers(0, 5)),
     turns=st.lists(some_knobs, min_size=1, max_size=20),
     passes=st.lists(st.sampled_from(["train", "objective", "score", "call", "forget"]), min_size=1, max_size=6),
-    in_backward=st.booleans(),
+    updates=st.sampled_from(["after", "in backward", "on the device"]),
     shell_trained=st.booleans(),
 )
 def test_training_scoring_and_calls_in_any_order_are_safe(
-    layers: int, frozen: set[int], turns: list[Knobs], passes: list[str], in_backward: bool, shell_trained: bool
+    layers: int, frozen: set[int], turns: list[Knobs], passes: list[str], updates: str, shell_trained: bool
 ) -> None:
     knobs = cycle(turns)
     trained = set(range(layers)) - frozen
-    planned = schedule(layers, trained=trained, update_in_backward=in_backward, shell_trained=shell_trained)
+    in_backward, here = updates == "in backward", updates == "on the device"
+    planned = schedule(layers, trained=trained, update_in_backward=in_backward, shell_trained=shell_trained, here=here)
     ops: list[Op] = []
     for kind in passes:
         if kind == "forget":
@@ -650,6 +714,8 @@ def test_operations_in_words() -> None:
     op = Op(3, Kind.BACKWARD, 2, micro_batch=1, slot=0, buffer=1)
     assert op.words == "backward layer 2, micro-batch 1, weights slot 0, gradient buffer 1"
     assert Op(4, Kind.LOAD).words == "load the shell"
+    assert Op(5, Kind.STORE, 2, slot=0, state=1).words == "store layer 2, weights slot 0, optimizer buffer 1"
+    assert Op(6, Kind.ADD, state=1).words == "add optimizer buffer 1"
 
 
 # ---- layers that are frozen but for adapters ----

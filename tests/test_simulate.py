@@ -91,6 +91,36 @@ def test_in_the_next_step_loads_wait_for_updates() -> None:
     ]
 
 
+def test_an_optimizer_on_the_device_by_hand() -> None:
+    """State of layer 0 comes beside the backward of layer 1; nothing is loaded for the second step but the shell."""
+    here = {"optimizer_overlap": "backward", "optimizer_device": "device"}
+    table = BY_HAND.table | {"load state": 4, "adamw": 1, "store": 5}
+    names = {name.replace(" ", "_"): value for name, value in table.items()}
+    played = play(tiny_plan(2, **here), seconds(**names), 2)
+    assert drawn(played)[6:] == [
+        "load state 1: 6–10",
+        "head None: 9–11",
+        "backward 1: 11–17",
+        "load state 0: 11–15",
+        "adamw 1: 17–18",
+        "store 1: 18–23",
+        "backward 0: 18–24",
+        "adamw 0: 24–25",
+        "store 0: 25–30",
+        "backward None: 25–26",
+        "norm None: 26–27",
+        "unload None: 30–31",
+        "update None: 31–32",
+        "load None: 32–33",
+        "record None: 33–34",
+        "forward 0: 34–37",
+        *("forward 1: 37–40", "load state 1: 37–41", "head None: 40–42"),
+        *("backward 1: 42–48", "load state 0: 42–46", "adamw 1: 48–49"),
+        *("store 1: 49–54", "backward 0: 49–55", "adamw 0: 55–56"),
+        *("store 0: 56–61", "backward None: 56–57", "norm None: 57–58", "unload None: 61–62", "update None: 62–63"),
+    ]
+
+
 def test_where_the_optimizer_does_not_overlap_a_step_ends_with_its_updates() -> None:
     assert play(tiny_plan(2, optimizer_overlap="none"), BY_HAND, 2).ends_s == [29, 29 + 29]
 
@@ -106,15 +136,21 @@ def test_no_more_visits_are_issued_than_the_conductor_allows() -> None:
 
 # ---- by rule ----
 
+
+def any_plan(layers: int, *, updates: str, **choices: Any) -> Plan:
+    here = {"optimizer_overlap": "backward", "optimizer_device": "device"}
+    return tiny_plan(layers, **(here if updates == "device" else {"optimizer_overlap": updates}), **choices)
+
+
 plans = st.builds(
-    tiny_plan,
+    any_plan,
     st.integers(1, 5),
     prefetch_depth=st.integers(0, 3),
     grad_buffers=st.integers(1, 3),
     resident_layers=st.integers(0, 2),
     micro_batch_size=st.integers(1, ROWS),
     offload_activations=st.booleans(),
-    optimizer_overlap=st.sampled_from(["forward", "backward", "none"]),
+    updates=st.sampled_from(["forward", "backward", "none", "device"]),
 )
 
 
@@ -186,6 +222,15 @@ def spans_of(spans: Any) -> dict[str, list[tuple[Any, ...]]]:
         {"micro_batch_size": 2, "offload_activations": True, "prefetch_depth": 2},
         {"dtype": "bfloat16", "micro_batch_size": 1, "resident_layers": 1, "grad_buffers": 1},
         {"optimizer_overlap": "backward", "prefetch_depth": 0, "moments_dtype": "bfloat16"},
+        {"optimizer_overlap": "backward", "optimizer_device": "device"},
+        {
+            "optimizer_overlap": "backward",
+            "optimizer_device": "device",
+            "dtype": "bfloat16",
+            "micro_batch_size": 2,
+            "grad_buffers": 3,
+            "resident_layers": 1,
+        },
     ],
 )
 def test_a_simulated_run_is_a_real_one_but_for_the_clock(choices: dict[str, Any]) -> None:
@@ -208,6 +253,19 @@ def test_a_simulated_run_is_a_real_one_but_for_the_clock(choices: dict[str, Any]
     states = {(change.kind, change.slot, change.state, change.layer, change.step) for change in real.slots}
     found = {(c.kind, c.slot, c.state, c.layer, c.step) for c in simulated.recorder.slots()}
     assert found == states
+
+
+def test_on_a_card_adamw_reads_and_writes_more_than_it_has_to() -> None:
+    """As torch operations, one after another; on CPU lanes it is one pass, at the rate of the host's."""
+    here: dict[str, Any] = {"optimizer_overlap": "backward", "optimizer_device": "device", "dtype": "bfloat16"}
+    op = Op(0, Kind.ADAMW, 0, slot=0, buffer=0, state=0)
+    for device, each in (("cuda", 192), ("cpu", 26)):
+        planned = tiny_plan(2, device=device, **here)
+        work = Works(planned).of(op)
+        elements = planned.subject.layouts[0].trained_elements
+        assert (work.nbytes, work.device_bytes) == (26 * elements, each * elements)
+        assert rates(device_memory_bytes_per_s=1e9).seconds(op, work) == each * elements / 1e9
+        assert rates(adamw=2e9).seconds(op, work) == each * elements / 2e9
 
 
 def step_work(planned: Plan) -> tuple[float, float]:

@@ -47,6 +47,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"throttle": Throttle(link_bytes_per_s=2e7, update_bytes_per_s=5e7)},
     {"optimizer_overlap": "backward"},
     {"optimizer_overlap": "backward", "offload_activations": True},
+    {"optimizer_overlap": "backward", "optimizer_device": "device"},
 ]
 
 

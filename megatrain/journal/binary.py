@@ -29,12 +29,15 @@ RECORD_BYTES: Final = 32
 OPS: Final[tuple[Op, ...]] = (
     *("load", "record", "forward", "head", "backward"),
     *("norm", "unload", "update", "offload", "fetch", "score"),
+    *("load state", "adamw", "store"),
 )
 SLOTS: Final[tuple[tuple[SlotKind, SlotState], ...]] = (
     *(("weights", "free"), ("weights", "loading"), ("weights", "ready")),
     *(("weights", "in_use"), ("weights", "draining"), ("weights", "removed")),
     *(("gradients", "free"), ("gradients", "loading"), ("gradients", "ready")),
     *(("gradients", "in_use"), ("gradients", "draining"), ("gradients", "removed")),
+    *(("optimizer", "free"), ("optimizer", "loading"), ("optimizer", "ready")),
+    *(("optimizer", "in_use"), ("optimizer", "draining"), ("optimizer", "removed")),
 )
 LANES: Final[tuple[Lane, ...]] = ("h2d", "compute", "d2h", "host")
 FIRST_SLOT: Final = 128

@@ -20,6 +20,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("grad_buffers", 1),
     ("prefetch_depth", 0),
     ("offload_activations", True),
+    ("optimizer_device", "host"),
     ("optimizer_overlap", "backward"),
     ("moments_dtype", "bfloat16"),
 )

@@ -120,6 +120,8 @@ def needs_of(subject: Subject, config: EngineConfig, machine: Machine | None) ->
     choice = fitting.choose(knobs, size, _budget(config, machine, host))
     held, extra = fitting.held(choice, size), fitting.kernels(size, offload=choice.offload)
     device = {term.name.replace("_", " "): getattr(held, term.name) for term in fields(held)}
+    if not held.optimizer_buffers:
+        del device["optimizer buffers"]
     inputs = offloaded_bytes(len(subject.layouts), size.micro_batches, size.micro_batch_bytes) if choice.offload else 0
     return Needs(choice, size, host | {OFFLOADED: inputs}, device | {WORKSPACE: extra.total}, extra)
 

@@ -161,6 +161,7 @@ def _workspace(needs: Needs) -> str:
         "one gradient on its way": work.layer_gradient,
         "or in the head a loss chunk": work.loss_chunk,
         "or the head's gradient": work.head_gradient,
+        "or AdamW's temporaries": work.update,
         "and masks": work.masks,
     }
     return "workspace: " + ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts.items() if nbytes)

@@ -39,6 +39,7 @@ def measure(model_config: Any, config: EngineConfig, *, batch: int, sequence: in
         kept_graphs=0,
         keep_attention=False,
         optimizer_overlap="none",
+        optimizer_device="host",
         throttle=None,
     )
     model = from_config(cut, dtype=getattr(torch, config.dtype)).train()

@@ -101,6 +101,8 @@ class Rates:
         kind = op.kind.value
         if op.layer is SHELL and kind in self.fixed_s:
             return max(0.0, self.fixed_s[kind] + work.device_bytes / self.shell_bytes_per_s.get(kind, inf))
+        if op.kind is Kind.ADAMW and self.device_memory_bytes_per_s == inf:
+            return work.device_bytes / self.adamw_bytes_per_s  # nobody knows the device's memory; a CPU's is RAM
         products_s = work.flops / self.flops_per_s[kind] + self._launched_s(op) if work.flops else 0.0
         return max(products_s, work.device_bytes / self.device_memory_bytes_per_s)
 

@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from megatrain.plan import Plan
-from megatrain.schedule import Kind, Op
+from megatrain.schedule import Kind
 from megatrain.simulate.clock import Timed
 from megatrain.simulate.play import Issued, Played
 from megatrain.simulate.work import step_flops
-from megatrain.slots import BufferState, gradient_states, weight_states
-from megatrain.trace import Recorder, SlotChange, Span, StepRecord
+from megatrain.slots import BufferState, States, buffer_states, is_spent
+from megatrain.trace import Recorder, SlotChange, SlotKind, Span, StepRecord
 
 Record = Span | SlotChange
 
 
 def recorded(plan: Plan, played: Played) -> Recorder:
     """Spans, buffers and steps; losses and norms are NaN, as nothing is computed."""
-    recorder = Recorder()
+    recorder, here = Recorder(), plan.config.optimizer_device == "device"
     for issued in played.issued:
         if issued.op.lane == "engine":
             recorder.add(_resized(issued))
     for timed in sorted(played.timed, key=lambda timed: timed.start_s):
-        for record in _records(timed, played.issued[timed.op.number]):
+        for record in _records(timed, played.issued[timed.op.number], updated_here=here):
             recorder.add(record)
     for number, (start_s, end_s) in enumerate(zip([0.0, *played.ends_s], played.ends_s, strict=False)):
         recorder.add(_step(plan, number, start_s, end_s))
@@ -33,11 +33,11 @@ def recorded(plan: Plan, played: Played) -> Recorder:
 
 def _resized(issued: Issued) -> SlotChange:
     state = BufferState.FREE if issued.op.kind is Kind.ADD else BufferState.REMOVED
-    kind, buffer = ("weights", issued.op.slot) if issued.op.slot is not None else ("gradients", issued.op.buffer)
-    return _change(issued.at_s, kind, cast(int, buffer), state, None, issued.step.number)
+    kind, buffer = issued.op.resized
+    return _change(issued.at_s, kind, buffer, state, None, issued.step.number)
 
 
-def _records(timed: Timed, issued: Issued) -> Iterator[Record]:
+def _records(timed: Timed, issued: Issued, *, updated_here: bool) -> Iterator[Record]:
     """The span of an operation, and what became of the buffers it used."""
     op = timed.op
     span = Span(
@@ -46,32 +46,25 @@ def _records(timed: Timed, issued: Issued) -> Iterator[Record]:
         step=issued.step.number,
         layer=op.layer,
         micro_batch=op.micro_batch,
-        slot=op.slot if op.slot is not None else op.buffer,
+        slot=op.place,
         start_s=timed.start_s,
         end_s=timed.end_s,
         nbytes=issued.work.nbytes,
     )
     yield span
-    if op.slot is not None:
-        yield from _changes(span, "weights", op.slot, weight_states(op, spent=_spent(op, issued)))
-    if op.buffer is not None:
-        yield from _changes(span, "gradients", op.buffer, gradient_states(op))
+    spent = is_spent(op, issued.step.shape.micro_batches, updated_here=updated_here)
+    for kind, number, states in buffer_states(op, spent=spent):
+        yield from _changes(span, kind, number, states)
 
 
-def _spent(op: Op, issued: Issued) -> bool:
-    """After its last backward a trained layer's weights on the device are out of date."""
-    last = op.micro_batch == issued.step.shape.micro_batches - 1
-    return op.kind is Kind.BACKWARD and op.buffer is not None and last
-
-
-def _changes(span: Span, kind: str, buffer: int, states: tuple[BufferState, BufferState]) -> Iterator[SlotChange]:
+def _changes(span: Span, kind: SlotKind, buffer: int, states: States) -> Iterator[SlotChange]:
     for time_s, state in zip((span.start_s, span.end_s), states, strict=True):
         layer = None if state is BufferState.FREE else span.layer
         yield _change(time_s, kind, buffer, state, layer, span.step)
 
 
-def _change(time_s: float, kind: str, buffer: int, state: BufferState, layer: int | None, step: int) -> SlotChange:
-    return SlotChange(time_s, cast(Any, kind), buffer, cast(Any, state.value), layer, step)
+def _change(time_s: float, kind: SlotKind, buffer: int, state: BufferState, layer: int | None, step: int) -> SlotChange:
+    return SlotChange(time_s, kind, buffer, cast(Any, state.value), layer, step)
 
 
 def _step(plan: Plan, number: int, start_s: float, end_s: float) -> StepRecord:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatrain.layout import Layout
-from megatrain.memory import sum_bytes
+from megatrain.memory import state_bytes, sum_bytes
+from megatrain.optim import DEVICE_TRAFFIC_BYTES
 from megatrain.plan import Plan
+from megatrain.plan.needs import on_cpu
 from megatrain.schedule import SHELL, Kind, Op
 from megatrain.trace import causal_area
 from megatrain.update import bytes_touched
@@ -28,6 +30,7 @@ class Works:
 
     def __init__(self, plan: Plan) -> None:
         self._subject, self._config = plan.subject, plan.config
+        self._on_cpu = on_cpu(plan.config, plan.machine)
         self._size = plan.needs.size
         self._arithmetic = plan.subject.arithmetic
         self._keeps_attention = plan.needs.keeps_attention
@@ -65,6 +68,7 @@ class Works:
             Kind.BACKWARD: self._shell_backward if layer is SHELL else self._backward,
             Kind.HEAD: self._head,
             Kind.UPDATE: self._update,
+            Kind.ADAMW: self._adamw,
         }
         if kind in known:
             return known[kind](layer, tokens)
@@ -74,6 +78,8 @@ class Works:
             Kind.UNLOAD: Work(layout.trained_nbytes),
             Kind.OFFLOAD: Work(boundary),
             Kind.FETCH: Work(boundary),
+            Kind.LOAD_STATE: Work(self._state(layout)),
+            Kind.STORE: Work(layout.trained_nbytes + self._state(layout)),
             Kind.RECORD: Work(device_bytes=2 * boundary),  # embeddings are read and written
             Kind.NORM: Work(device_bytes=self._sums(layout, 2)),
             Kind.ADD: Work(),
@@ -125,6 +131,16 @@ class Works:
         split = self._config.dtype == "bfloat16"
         moment_bytes = 4 if self._config.moments_dtype == "float32" else 2
         return Work(bytes_touched(self._layout(layer).trained, split=split, moment_bytes=moment_bytes))
+
+    def _adamw(self, layer: int | None, tokens: int) -> Work:
+        """One pass on CPU lanes; on a card torch operations, each of which reads and writes, as if without caches."""
+        config, once = self._config, self._update(layer, tokens).nbytes
+        kind = (config.dtype == "bfloat16", 4 if config.moments_dtype == "float32" else 2)
+        several = DEVICE_TRAFFIC_BYTES[kind] * self._layout(layer).trained_elements
+        return Work(once, device_bytes=once if self._on_cpu else several)
+
+    def _state(self, layout: Layout) -> int:
+        return sum(state_bytes(layout, self._config))
 
 
 def _areas(plan: Plan) -> list[float]:

@@ -6,8 +6,23 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host"]
-Op = Literal["load", "record", "forward", "head", "backward", "norm", "unload", "update", "offload", "fetch", "score"]
-SlotKind = Literal["weights", "gradients"]
+Op = Literal[
+    "load",
+    "record",
+    "forward",
+    "head",
+    "backward",
+    "norm",
+    "unload",
+    "update",
+    "offload",
+    "fetch",
+    "score",
+    "load state",
+    "adamw",
+    "store",
+]
+SlotKind = Literal["weights", "gradients", "optimizer"]
 SlotState = Literal["free", "loading", "ready", "in_use", "draining", "removed"]
 
 
@@ -18,7 +33,8 @@ class Span:
     op: "load" weights in; "record" the call with stubbed layers; "forward", "head", "backward" compute;
         "score" the head alone: log-probabilities of the labels, without a gradient;
         "norm" the global gradient norm, read by the host; "unload" gradients out; "update" AdamW;
-        "offload" and "fetch" saved layer inputs to the host and back.
+        "offload" and "fetch" saved layer inputs to the host and back;
+        "load state", "adamw" and "store" AdamW on the device: its state in, itself, state and weights out.
     layer: None = the shell (embeddings, final norm, head). slot: the device buffer, where there is one.
     """
 

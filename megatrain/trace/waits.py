@@ -7,6 +7,8 @@ Note: how a cause is found. A gap ends where a compute span starts. That span ne
      link would only wait longer;
   3. for a backward a free gradient buffer, and a saved input where those are kept on the host: up to the end of
      the last unload or fetch that ended in the gap, "gradient buffer" or "saved inputs".
+AdamW on the device needs the state of its layer: up to the end of that load "optimizer state". A layer that is loaded
+again after it waited for its store, which counts as its update.
 Before all that, "paused" is what the run's user held.
 What is left is "other": launching work, data, the user's own code. After the last compute span of a window come
 the gradients that still leave and the updates that still run.
@@ -23,7 +25,7 @@ from typing import Final, Literal
 from megatrain.trace.intervals import busy, gaps
 from megatrain.trace.records import Lane, Op, Span
 
-WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "paused", "other"]
+WaitCause = Literal["weights", "gradient buffer", "saved inputs", "optimizer", "optimizer state", "paused", "other"]
 
 CLOCK_SLACK_S: Final = 20e-6  # a lane may read the clock this long after it let the next one go
 ANY_LAYER: Final = -1
@@ -114,10 +116,14 @@ def _blockers(following: Span | None, gap_end_s: float, ends: _Ends) -> list[tup
         return [
             ("gradient buffer", ends.last("unload", ANY_LAYER, gap_end_s)),
             ("optimizer", ends.last("update", ANY_LAYER, gap_end_s)),
+            ("optimizer state", ends.last("store", ANY_LAYER, gap_end_s)),
         ]
+    if following.op == "adamw":
+        return [("optimizer state", ends.last("load state", following.layer, gap_end_s))]
     load_end_s = ends.last("load", following.layer, gap_end_s)
     blockers: list[tuple[WaitCause, float]] = [
         ("optimizer", ends.last("update", following.layer, gap_end_s)),
+        ("optimizer state", ends.last("store", following.layer, gap_end_s)),
         ("weights", load_end_s),
     ]
     if _at_the_pace_of_updates(following.layer, gap_end_s, ends):

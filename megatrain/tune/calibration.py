@@ -71,6 +71,7 @@ def _alone(config: EngineConfig) -> EngineConfig:
         keep_attention=False,
         offload_activations=False,
         optimizer_overlap="none",
+        optimizer_device="host",
         keep_reference=False,
         throttle=None,
     )

@@ -23,6 +23,7 @@ GREW = {
     "gradient buffer": "compute waits {time} longer for a free gradient buffer",
     "saved inputs": "compute waits {time} longer for saved inputs from the host",
     "optimizer": "compute waits {time} longer for AdamW",
+    "optimizer state": "compute waits {time} longer for optimizer state",
     "other": "for {time} more nothing is computed",
     "paused": "it is paused for {time} more",
 }
