@@ -272,11 +272,14 @@ class Schedule:
             yield from self._head(shape)
 
     def updates(self) -> Iterator[Op]:
-        """AdamW for the shell and then for every trained layer from 0 up; only after `step` ran to its end."""
-        if self.update_in_backward:
-            return
+        """AdamW for the shell and then for every trained layer from 0 up, save those that backward has updated.
+
+        Only after `step` ran to its end, and the host has seen that loss and norm are finite.
+        """
         if self.shell_trained:
             yield self._update(SHELL, None)
+        if self.update_in_backward:
+            return
         for layer in sorted(self.trained):
             if layer in self._unloaded:
                 yield self._update(layer, None)
@@ -341,8 +344,6 @@ class Schedule:
             unload = self._op(Kind.UNLOAD, SHELL, waits=_present(norm.number, self._updated.get(SHELL)))
             yield unload
             self._unloaded[SHELL] = self._shell_use = unload.number
-            if self.update_in_backward:
-                yield self._update(SHELL, None)
 
     # ---- layers ----
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import recording
 from benchmarks.interval import interval
-from benchmarks.recording import Block, Pair, Trainer, dropping, figures, reading
+from benchmarks.recording import Block, Pair, Trainer, dropping, figures, reading, spreading
 from dashboard.feed import LiveFeed
 from megatrain.trace import Recorder, Span
 
@@ -77,6 +77,21 @@ def test_what_is_dropped_is_not_kept_and_what_follows_is() -> None:
         recorder.add(span(0))
     recorder.add(span(1))
     assert recorder.spans() == [span(1)]
+
+
+def test_what_is_spread_is_in_each_and_what_follows_in_one() -> None:
+    first, *others = (Recorder() for _ in range(3))
+    with spreading(first, others):
+        first.add(span(0))
+    first.add(span(1))
+    assert [other.spans() for other in others] == [[span(0)]] * 2
+    assert all(other.spans()[0] is not first.spans()[0] for other in others)  # each made its own
+    assert first.spans() == [span(0), span(1)]
+
+
+def test_shares_are_of_one_recorder() -> None:
+    found = figures([Pair(Block(1.0, 2.0), Block(1.4, 2.2))], steps=1, times=4)
+    assert (found["wall"], found["cpu"]) == pytest.approx((0.1, 0.025))
 
 
 def test_the_reader_gets_every_record_once() -> None:

@@ -203,6 +203,22 @@ def test_updates_that_follow_each_gradient_say_what_was_applied() -> None:
     assert all(parameter.isfinite().all() for parameter in engine.model.parameters())
 
 
+def test_embeddings_wait_for_the_norm_also_where_layers_do_not() -> None:
+    def spoil(module: Any, args: Any) -> Any:
+        hidden = args[0].clone()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * float("nan"))
+        return (hidden, *args[1:])
+
+    with engine_for(AdamWConfig(lr=LR, max_grad_norm=None), optimizer_overlap="backward") as engine:
+        engine._anatomy.layers[0].register_forward_pre_hook(spoil)
+        with pytest.raises(NonFiniteError, match="some updates may already have been applied"):
+            engine.step(BATCH)
+        changed = differing(engine.state_dict(), MODEL.state_dict())
+    assert changed
+    assert all(".layers." in name for name in changed)
+
+
 @pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1e-3, "1e-3"])
 def test_a_learning_rate_that_is_none_is_refused(lr: Any, engine: StreamingEngine) -> None:
     with pytest.raises(ValueError, match="lr must be a finite number ≥ 0; got"):

@@ -570,6 +570,23 @@ def test_a_model_that_cannot_be_streamed_is_refused_by_name() -> None:
 # ---- without memory ----
 
 
+@pytest.mark.parametrize(
+    ("family", "choice", "reason"),
+    [
+        ("opt", {"tile_tokens": 4}, "has no token-wise part by a known name"),
+        (
+            "gpt_oss",
+            {"attention": "flash"},
+            "attention='flash' chooses among .* attn_implementation='eager'",
+        ),
+    ],
+)
+def test_what_the_engine_refuses_of_a_model_is_refused_before(family: str, choice: Any, reason: str) -> None:
+    config = EngineConfig(device="cpu", **choice)
+    with pytest.raises(ValueError, match=reason):
+        plan(families.build(family).config, config, AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=LAPTOP)
+
+
 def test_planning_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("an arena was allocated")

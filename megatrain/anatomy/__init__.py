@@ -4,7 +4,7 @@ from megatrain.anatomy.adapters import base_of, float32_adapters, has_adapters, 
 from megatrain.anatomy.arithmetic import Arithmetic, Products, arithmetic
 from megatrain.anatomy.attention import KeptAttention
 from megatrain.anatomy.calls import Graph, Tape, call, forward, send_back_collected, shell_gradients
-from megatrain.anatomy.check import check, check_tiles
+from megatrain.anatomy.check import check, check_tiles, require_token_wise
 from megatrain.anatomy.compiled import CompiledLayers
 from megatrain.anatomy.kernels import Kernels, require_choice
 from megatrain.anatomy.model import Anatomy, Chunk, chunks
@@ -46,6 +46,7 @@ __all__ = [
     "is_tileable",
     "kept_in_float32",
     "require_choice",
+    "require_token_wise",
     "send_back_collected",
     "shell_gradients",
     "tile",

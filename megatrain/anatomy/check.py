@@ -39,15 +39,20 @@ def check(anatomy: Anatomy) -> None:
     _require_same(anatomy, nullcontext, "be streamed exactly")
 
 
-def check_tiles(anatomy: Anatomy) -> None:
-    """Raise UnsupportedModelError if layers whose MLPs run over tiles do not add up to the model; after `check`."""
-    name = type(anatomy.model).__name__
+def require_token_wise(anatomy: Anatomy) -> None:
+    """Raise UnsupportedModelError if there is nothing in the layers that could run over tiles."""
     if not any(map(token_wise, anatomy.layers)):
         children = ", ".join(child for child, _ in anatomy.layers[0].named_children())
         raise UnsupportedModelError(
-            f"{name} has no token-wise part by a known name: {anatomy.stack.name_of(0)} consists of {children}. "
-            "Leave tile_tokens out"
+            f"{type(anatomy.model).__name__} has no token-wise part by a known name: {anatomy.stack.name_of(0)} "
+            f"consists of {children}. Leave tile_tokens out"
         )
+
+
+def check_tiles(anatomy: Anatomy) -> None:
+    """Raise UnsupportedModelError if layers whose MLPs run over tiles do not add up to the model; after `check`."""
+    name = type(anatomy.model).__name__
+    require_token_wise(anatomy)
     with torch.enable_grad(), RandomState(torch.device("cpu")).kept(), anatomy.hollow():
         keys = anatomy.record(_probe(anatomy.model)[0]).keys
     if keys:

@@ -44,8 +44,11 @@ class Subject:
 
     @classmethod
     def of(cls, model: Any, config: EngineConfig, *, batch: int, sequence: int) -> Subject:
-        """Read a model, which may lie on the meta device; UnsupportedModelError if it cannot be streamed."""
+        """Read a model, which may lie on the meta device; UnsupportedModelError if it cannot be streamed so."""
         anatomy = parts.Anatomy(model)
+        if config.tile_tokens is not None:
+            parts.require_token_wise(anatomy)
+        parts.require_choice(model, config.attention)
         layouts, shell = layouts_of(anatomy, getattr(torch, config.dtype))
         return cls(
             name=type(parts.base_of(model)).__name__ + (" with adapters" if parts.has_adapters(model) else ""),

@@ -49,6 +49,17 @@ class Candidate:
         return self.plan.host_bytes + self.plan.device_bytes
 
     @property
+    def cost(self) -> tuple[bool, int, bool, int]:
+        """What to save where time is the same, the dearest first.
+
+        Inputs sent to the host, and layers loaded twice a step: what crosses the link takes bandwidth of the host's
+        memory, also where it is hidden. Then that nothing is loaded ahead, as rates are never quite known. Then memory.
+        """
+        needs, layers = self.plan.needs, len(self.plan.subject.layouts)
+        depth = needs.knobs.prefetch_depth
+        return needs.offload, max(0, layers - (depth + 1 + needs.knobs.resident_layers)), depth == 0, self.nbytes
+
+    @property
     def settled(self) -> dict[str, Any]:
         """By knob, what it comes to. Another candidate with the same does the same."""
         needs = self.plan.needs

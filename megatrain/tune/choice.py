@@ -19,7 +19,7 @@ from megatrain.simulate import Rates
 from megatrain.simulate.play import play
 from megatrain.tune.candidates import ONLY_HELP, Candidate, richest
 
-TIE = 0.01  # of a step: within it, the candidate that needs the least memory is taken
+TIE = 0.01  # of a step: within it, the candidate that costs least is taken
 DOUBT = 0.01  # of a step: by so much a richer candidate may turn out slower than a poorer one
 
 
@@ -42,11 +42,11 @@ class Clocked:
 
 
 def choose(every: Sequence[Candidate], clocked: Clocked) -> Candidate:
-    """The fastest that fits; of those within TIE of it, the one that needs the least memory.
+    """The fastest that fits; of those within TIE of it, the one that moves least, then that needs the least memory.
 
     Raises NothingFitsError, with what the nearest lacks, where none fits.
     """
-    fitting = sorted((each for each in every if each.plan.fits), key=lambda each: each.nbytes)
+    fitting = sorted((each for each in every if each.plan.fits), key=lambda each: each.cost)
     if not fitting:
         raise NothingFitsError(_nothing_fits(every))
     bounds = _Bounds(fitting, clocked)
@@ -65,7 +65,7 @@ def _least_of_the_fastest(fitting: Sequence[Candidate], bounds: _Bounds, clocked
         fastest_s = min(fastest_s, clocked.step_s(each))
     return min(
         (each for each in reach if clocked.step_s(each) <= (1 + TIE) * fastest_s),
-        key=lambda each: (each.nbytes, clocked.step_s(each)),
+        key=lambda each: (each.cost, clocked.step_s(each)),
     )
 
 
