@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -215,20 +216,21 @@ def test_a_batch_without_tokens_is_refused() -> None:
 # ---- in words ----
 
 
-def tuned(machine: Machine = ROOMY, **speeds: Any) -> Tuned:
+def tuned(machine: Machine = ROOMY, knobs: Collection[str] = tuple(KNOBS), **speeds: Any) -> Tuned:
     config = EngineConfig(dtype="float32")
     found = rates(**{"link": 5e7, "adamw": FAST, "flops": 1e9} | speeds)
-    return tune(tiny_config(LAYERS), config, batch=ROWS, sequence=TOKENS, machine=machine, rates=found)
+    sizes = {"batch": ROWS, "sequence": TOKENS}
+    return tune(tiny_config(LAYERS), config, **sizes, knobs=knobs, machine=machine, rates=found)
 
 
 def test_reasons_name_what_was_chosen_what_binds_and_what_each_alternative_costs() -> None:
-    result = tuned()
+    result = tuned(knobs=[knob for knob in KNOBS if knob != "resident_layers"])
     text = "\n".join(result.reasons)
     assert "by the rates given: weights in 0.05 GB/s" in text
     assert f"chosen: micro_batch_size={result.plan.needs.size.micro_batch_tokens // TOKENS}, " in text
     assert "binds: twice as fast, a step would take" in text
     assert "prefetch_depth=0: " in text
-    assert "compute waits" in next(line for line in result.reasons if line.startswith("resident_layers=0"))
+    assert "compute waits" in next(line for line in result.reasons if line.startswith("prefetch_depth=0"))
     assert "None of these settings changes what is computed; micro_batch_size alone" in text
 
 
