@@ -64,7 +64,7 @@ class Hosted:
         self._contender.settle()
 
     def figures(self, timed: list[int]) -> dict[str, Any]:
-        return self._contender.figures(timed)
+        return self._contender.figures(timed) | _peak_on_card()
 
     def rss_growth_bytes(self) -> dict[str, int]:
         """While it was built, and from then to now, which ends the watching: steps are timed undisturbed."""
@@ -73,6 +73,11 @@ class Hosted:
 
     def close(self) -> None:
         self._contender.close()
+
+
+def _peak_on_card() -> dict[str, int]:
+    """The most that torch has held on the card, if this process uses one."""
+    return {"device_peak_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
 
 
 def serve(pipe: Any, entry: str, task: Task, threads: int, log: Path) -> None:

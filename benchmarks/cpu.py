@@ -26,16 +26,14 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.adamw import deepspeed_installed
-from benchmarks.agreement import agreement
 from benchmarks.field import Field
 from benchmarks.machine import describe, in_words, slug
 from benchmarks.peers import OURS, PEERS, PLAIN, ZERO3
 from benchmarks.peers.contender import Task
 from benchmarks.pipeline import optimizer_alone
 from benchmarks.report import Report
-from benchmarks.shapes import TINY, Shape, step_flops
+from benchmarks.shapes import TINY, Shape
 from benchmarks.table import Cell, table
-from benchmarks.turns import Timing, ratios
 from megatrain.config import Dtype, OptimizerOverlap
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,52 +84,7 @@ def compare(
         contenders.build(settings.warmup, on_turn)
         for _ in range(settings.rounds):
             contenders.take_turns(settings.steps, on_turn)
-            save(figures_of(settings, dtype, contenders))
-
-
-def figures_of(settings: Settings, dtype: Dtype, contenders: Field) -> dict[str, Any]:
-    """By name, also of those that failed."""
-    plain = contenders.timings[PLAIN] if PLAIN in contenders.apart else None
-    found: dict[str, Any] = {}
-    for name in settings.contenders:
-        if name in contenders.failures:
-            error = contenders.failures[name]
-            found[name] = {"failed": error.reason, "traceback": str(error)}
-            continue
-        found[name] = _figures(settings, name, contenders) | _beside(name, contenders.timings[name], plain, dtype)
-    return found
-
-
-def _figures(settings: Settings, name: str, contenders: Field) -> dict[str, Any]:
-    timing, apart, rss = contenders.timings[name], contenders.apart[name], contenders.rss_growth_bytes[name]
-    flops = step_flops(settings.shape, settings.batch, settings.sequence)
-    return {
-        "gives_up": apart.gives_up,
-        "step_s": timing.median_s,
-        "tokens_per_s": settings.batch * settings.sequence / timing.median_s,
-        "model_flops_per_s": flops / timing.median_s,
-        "peak_rss_growth_bytes": max(rss.values()),
-        "training_rss_growth_bytes": rss["training"],
-        "host_bytes_per_parameter": rss["training"] / settings.shape.parameters,
-        "turns_s": timing.turns,
-        "losses": timing.losses,
-        **apart.figures(timing.timed),
-    }
-
-
-def _beside(name: str, timing: Timing, plain: Timing | None, dtype: Dtype) -> dict[str, Any]:
-    """A contender beside plain training, which the ratios are to; nothing where that failed."""
-    if plain is None:
-        return {}
-    found = agreement(name, timing, plain, dtype)
-    return {
-        "ratio": timing.median_s / plain.median_s,
-        "ratio_of_fastest_steps": min(timing.steps_s) / min(plain.steps_s),
-        "ratio_of_each_round": ratios(timing, plain),
-        "worst_relative_loss_difference": found.worst,
-        "allowed_loss_difference": found.allowed,
-        "same_work": found.same_work,
-    }
+            save(contenders.figures())
 
 
 def run(settings: Settings, adamw_params: int, out: Path) -> dict[str, Any]:

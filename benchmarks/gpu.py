@@ -11,6 +11,7 @@ attention  a layer of an 8B model forward and backward, by each kernel of torch'
 stream     a Llama shape at depths 0 to 3 and several batch sizes: throughput, overlap, waits, memory, the bound
 capped     the same with little device memory
 plain      the engine beside plain Hugging Face, with as many layers as fit plainly
+peers      the engine beside plain Hugging Face, FSDP2 and ZeRO-3, with as many layers as the host holds of each
 depth      layers as wide as those of an 8B model, 28 and 180 of them, in the host storage of a few ("virtual depth")
 wide       layers as wide as a dense model's of 120 B and gpt-oss-120b's, likewise, beside their simulation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from benchmarks import attention, depth, link, parity, wide
 from benchmarks.bounds import Rates
 from benchmarks.budget import Budget
 from benchmarks.deep import Deep, made_virtual
+from benchmarks.field import Field
+from benchmarks.peers import FSDP2, OURS, PEERS, PLAIN, ZERO3
+from benchmarks.peers.contender import Task
 from benchmarks.pipeline import optimizer_alone
 from benchmarks.report import Report
 from benchmarks.shapes import LLAMA, TINY, Shape
@@ -24,6 +28,10 @@ from benchmarks.virtual import with_layers
 from megatrain.machine import detect
 
 SKIPPED, FAILED = "skipped", "failed"
+SHARE_OF_HOST = 0.8  # of what is free, for all peers at once
+PATIENCE_S = 600  # with one of them, at most
+# Of host memory while it trains; plain training takes a float32 copy on its way to the card.
+PEERS_BYTES_PER_PARAMETER = {OURS: 14, PLAIN: 4, FSDP2: 16, ZERO3: 20}
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,32 @@ def run_plain(run: Run) -> None:
     beside_plain(work, run.sizes.tokens[0], run.effort(5), lambda figures: run.report.put("plain", figures))
 
 
+def run_peers(run: Run) -> None:
+    """Each in a process of its own, all of them alive at once, with as many layers as the host then holds."""
+    room = int(detect().host_available_bytes * SHARE_OF_HOST) // sum(PEERS_BYTES_PER_PARAMETER.values())
+    layers = min(run.shape.layers, (room - run.shape.shell_parameters) // run.shape.layer_parameters)
+    if layers < 1:
+        run.report.put(
+            "peers", {SKIPPED: f"the host has no room for one layer of each of {len(PEERS_BYTES_PER_PARAMETER)}"}
+        )
+        return
+    shape, work = run.shape.with_layers(layers), run.work
+    rows = work.rows(run.sizes.tokens[0])
+    task = Task(shape, rows, work.sequence, work.dtype, device=run.device, micro_batch_size=work.micro_batch_size)
+    entries = {name: PEERS[name] for name in PEERS_BYTES_PER_PARAMETER}
+    effort = run.effort(5)
+    with Field(
+        entries, task, threads=os.cpu_count() or 1, patience_s=min(PATIENCE_S, max(60, run.budget.left_s))
+    ) as field:
+        field.build(1, lambda _: None)
+        for _ in range(effort.rounds):
+            if effort.may_go_on():
+                field.take_turns(effort.steps, lambda _: None)
+                run.report.put(
+                    "peers", {"layers": layers, "tokens": rows * work.sequence, "contenders": field.figures()}
+                )
+
+
 def run_depth(run: Run) -> None:
     """Saved inputs go to the host, or the device would hold more of them with every layer."""
     config = (TINY if run.shape == TINY else LLAMA["8b"]).config()
@@ -224,6 +258,7 @@ PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
     "stream": (run_stream, 150),
     "capped": (run_capped, 120),
     "plain": (run_plain, 60),
+    "peers": (run_peers, 120),
     "depth": (run_depth, 180),
     "wide": (run_wide, 240),
 }

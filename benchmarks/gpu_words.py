@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import attention, depth
+from benchmarks import attention, cpu, depth
 from benchmarks.gpu_parts import FAILED, SKIPPED, measured
 from benchmarks.table import Cell, table
 
 
 def summary(values: dict[str, Any]) -> str:
     """The short tables, of whatever was measured."""
-    blocks = [_parity_lines, _rate_lines, _attention_table, _stream_table, _plain_table, _depth_table, _wide_table]
+    blocks = [_parity_lines, _rate_lines, _attention_table, _stream_table, _plain_table, _peers_table, _depth_table]
+    blocks.append(_wide_table)
     blocks.append(_trouble_lines)
     return "\n\n".join(text for block in blocks if (text := block(values)))
 
@@ -90,6 +91,14 @@ def _plain_table(values: dict[str, Any]) -> str:
         difference = found["worst_relative_loss_difference"]
         lines.append(f"ours ÷ plain: {found['ratio']:.3f}; losses differ by at most {difference:.1e}")
     return "\n".join(lines)
+
+
+def _peers_table(values: dict[str, Any]) -> str:
+    found = values.get("peers")
+    if not measured(found) or found is None:
+        return ""
+    title = f"peers: {found['layers']} layers, {found['tokens']:,} tokens"
+    return f"{title}\n{cpu.summary({'bfloat16': found})}"
 
 
 def _depth_table(values: dict[str, Any]) -> str:

@@ -22,8 +22,8 @@ NO_DEEPSPEED = "DeepSpeed's ZeRO-3 and CPU Adam are not compared here: DS_BUILD_
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason=NO_DEEPSPEED)
 
 
-def task(dtype: Any) -> Task:
-    return Task(TINY, rows=2, tokens=16, dtype=dtype, lr=1e-3)
+def task(dtype: Any, micro_batch_size: int | None = None) -> Task:
+    return Task(TINY, rows=2, tokens=16, dtype=dtype, lr=1e-3, micro_batch_size=micro_batch_size)
 
 
 def trained(contender: Contender) -> list[tuple[float, float]]:
@@ -47,22 +47,18 @@ def test_plain_training_is_the_same_without_checkpointing(dtype: Any) -> None:
     assert trained(plain.build_without_checkpointing(task(dtype))) == trained(plain.build(task(dtype)))
 
 
-@pytest.mark.parametrize("build", [ours.build, ours.build_with_graphs])
+@pytest.mark.parametrize("build", [ours.build, ours.build_with_graphs, fsdp2.build])
+@pytest.mark.parametrize("rows", [None, 1])
 @pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-6), ("bfloat16", 5e-3)])
-def test_the_engine_is_plain_training(build: Callable[[Task], Contender], dtype: Any, rel: float) -> None:
-    assert_close(trained(build(task(dtype))), trained(plain.build(task(dtype))), rel)
-
-
-@pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-6), ("bfloat16", 5e-3)])
-def test_fsdp2_is_plain_training(dtype: Any, rel: float) -> None:
-    assert_close(trained(fsdp2.build(task(dtype))), trained(plain.build(task(dtype))), rel)
+def test_a_peer_is_plain_training(build: Callable[[Task], Contender], rows: int | None, dtype: Any, rel: float) -> None:
+    assert_close(trained(build(task(dtype, rows))), trained(plain.build(task(dtype))), rel)
 
 
 @needs_deepspeed
 @pytest.mark.timeout(1800)  # the first run on a machine compiles its Adam
-@pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-5), ("bfloat16", 5e-3)])
-def test_zero3_is_plain_training(dtype: Any, rel: float) -> None:
-    zero3 = Apart(PEERS[ZERO3], task(dtype), threads=1, patience_s=900)
+@pytest.mark.parametrize(("dtype", "rel", "rows"), [("float32", 1e-5, 1), ("bfloat16", 5e-3, None)])
+def test_zero3_is_plain_training(dtype: Any, rel: float, rows: int | None) -> None:
+    zero3 = Apart(PEERS[ZERO3], task(dtype, rows), threads=1, patience_s=900)
     zero3.wait_until_built()
     assert_close(trained(zero3), trained(plain.build(task(dtype))), rel)
 

@@ -12,7 +12,7 @@ layer in backward. Each takes the next batch itself, so that data time counts.
 
 from __future__ import annotations
 
-OURS, PLAIN, ZERO3 = "MegaTrain", "plain Hugging Face", "DeepSpeed ZeRO-3 offload"
+OURS, PLAIN, FSDP2, ZERO3 = "MegaTrain", "plain Hugging Face", "FSDP2, CPU offload", "DeepSpeed ZeRO-3 offload"
 OURS_KEPT = "MegaTrain, kept graphs"
 
 # Where each is built, "module:function"; nothing of it is imported before that, as some may not be installed.
@@ -21,6 +21,6 @@ PEERS = {
     OURS_KEPT: "benchmarks.peers.ours:build_with_graphs",
     PLAIN: "benchmarks.peers.plain:build",
     "plain, no checkpointing": "benchmarks.peers.plain:build_without_checkpointing",
-    "FSDP2, CPU offload": "benchmarks.peers.fsdp2:build",
+    FSDP2: "benchmarks.peers.fsdp2:build",
     ZERO3: "benchmarks.peers.zero3:build",
 }

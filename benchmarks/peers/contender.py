@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -16,7 +16,10 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: `rows` sequences of `tokens` a step. depth and overlap are the engine's own settings."""
+    """What is trained: `rows` sequences of `tokens` a step, and where. depth and overlap are the engine's own settings.
+
+    micro_batch_size: sequences per forward and backward; None = all rows.
+    """
 
     shape: Shape
     rows: int
@@ -25,6 +28,8 @@ class Task:
     lr: float = 3e-4
     depth: int = 1
     overlap: OptimizerOverlap = "forward"
+    device: Literal["cuda", "cpu"] = "cpu"
+    micro_batch_size: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -32,7 +37,7 @@ class Task:
 
     def model(self) -> Any:
         """In float32, the same for all."""
-        return make_model(self.shape, torch.float32)
+        return make_model(self.shape, torch.float32, self.device)
 
     def data(self) -> Iterator[Batch]:
         return batches(self.shape.vocab, self.rows, self.tokens)
@@ -56,6 +61,15 @@ class Contender(Protocol):
     def close(self) -> None:
         """Give back what would outlive it."""
         return
+
+
+def micro_batches(batch: Batch, rows: int | None, device: torch.device | str) -> Iterator[dict[str, Any]]:
+    """Parts of a batch on the device, each with how many predictions all have: so losses add up to the mean."""
+    predictions = (batch["labels"][:, 1:] != -100).sum().to(device)
+    count = len(batch["labels"])
+    for start in range(0, count, rows or count):
+        part = {name: tensor[start : start + (rows or count)].to(device) for name, tensor in batch.items()}
+        yield part | {"num_items_in_batch": predictions}
 
 
 def checkpoint_layers(model: Any) -> None:

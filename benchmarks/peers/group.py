@@ -5,5 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-def join_alone() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def join_alone(device: str) -> None:
+    backends = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)

@@ -67,8 +67,9 @@ def build_with_graphs(task: Task) -> Ours:
 
 def _build(task: Task, kept_graphs: int) -> Ours:
     config = EngineConfig(
-        device="cpu",
+        device=task.device,
         dtype=task.dtype,
+        micro_batch_size=task.micro_batch_size,
         prefetch_depth=task.depth,
         optimizer_overlap=task.overlap,
         kept_graphs=kept_graphs,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers
+from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
 from benchmarks.shapes import Batch
 
 _ON_THE_DEVICE = "size: weights, gradients and moments all lie on the device"
@@ -68,15 +68,9 @@ class Plain(Contender):
         return float(loss), float(norm)
 
     def _backward(self, batch: Batch) -> torch.Tensor:
-        rows = batch["input_ids"].shape[0]
-        tokens = (batch["labels"][:, 1:] != -100).sum().to(self._device)
         total = torch.zeros((), device=self._device)
-        for start in range(0, rows, self._micro_batch_size or rows):
-            part = {
-                name: tensor[start : start + (self._micro_batch_size or rows)].to(self._device)
-                for name, tensor in batch.items()
-            }
-            loss = self._model(**part, num_items_in_batch=tokens).loss
+        for part in micro_batches(batch, self._micro_batch_size, self._device):
+            loss = self._model(**part).loss
             loss.backward()
             total += loss.detach()
         return total
@@ -97,8 +91,13 @@ class Plain(Contender):
 
 
 def build(task: Task) -> Plain:
-    return Plain(task.model(), task.data(), task.torch_dtype, task.lr)
+    return _build(task, checkpointing=True)
 
 
 def build_without_checkpointing(task: Task) -> Plain:
-    return Plain(task.model(), task.data(), task.torch_dtype, task.lr, checkpointing=False)
+    return _build(task, checkpointing=False)
+
+
+def _build(task: Task, *, checkpointing: bool) -> Plain:
+    model, data, dtype, rows = task.model(), task.data(), task.torch_dtype, task.micro_batch_size
+    return Plain(model, data, dtype, task.lr, task.device, rows, checkpointing)

@@ -1,10 +1,14 @@
-"""DeepSpeed, set up for one process on a CPU. Importing this where it is not installed says how to install it."""
+"""DeepSpeed, set up for one process, on a card where there is one. Importing this without it says how to install it."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # both are read while it is imported or set up
+import torch
+
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu"
+)  # both are read while it is imported or set up
 os.environ.setdefault("LOCAL_RANK", "0")
 try:
     import deepspeed
