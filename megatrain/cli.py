@@ -66,7 +66,7 @@ def plan(
         str, typer.Argument(help="A preset (see below), a folder with a config.json, or a model of the hub.")
     ] = "llama-8b",
     machine: Annotated[
-        str, typer.Option(help="A described machine instead of this one: h200, gh200, rtx-4090 or rtx-3090.")
+        str, typer.Option(help="A described machine instead of this one: h200, gh200, rtx-4090, rtx-3090 or dgx-spark.")
     ] = "this",
     device_memory: Annotated[
         Any, typer.Option(parser=parse_size, metavar="SIZE", help="A GPU with so much memory, such as 24GB.")

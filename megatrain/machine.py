@@ -32,6 +32,7 @@ class Machine:
     peak_flops_per_s: of large matrix products, in bfloat16 on a GPU and float32 on a CPU.
     device_memory_bytes_per_s: of the card's own memory; only data sheets say it here.
     data_sheets: the rates are what the vendors print, which no run reaches; else they were measured.
+    one_memory: the GPU works in the host's memory, so that both tiers are the same bytes.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Machine:
     peak_flops_per_s: float | None = None
     device_memory_bytes_per_s: float | None = None
     data_sheets: bool = False
+    one_memory: bool = False
 
     @property
     def rates(self) -> dict[str, float | None]:
@@ -149,7 +151,19 @@ RTX_3090 = _with_rates(
     link=PCIE_4_BYTES_PER_S,
     host_memory=51.2e9,
 )
-MACHINES = {"h200": H200_1_5TB, "gh200": GH200, "rtx-4090": RTX_4090, "rtx-3090": RTX_3090}
+# NVIDIA DGX Spark data sheet: 128 GB LPDDR5X for both processors, 273 GB/s; 1,000 TFLOP/s in FP4 with sparsity, taken as
+# an eighth in bfloat16 without. A copy between the tiers reads and writes that memory, so each way has half at most.
+DGX_SPARK = _with_rates(
+    replace(
+        describe("DGX Spark", host_bytes=128_000_000_000, gpu="NVIDIA GB10", device_bytes=128_000_000_000, cores=20),
+        one_memory=True,
+    ),
+    flops=125e12,
+    device_memory=273e9,
+    link=273e9 / 2,
+    host_memory=273e9,
+)
+MACHINES = {"h200": H200_1_5TB, "gh200": GH200, "rtx-4090": RTX_4090, "rtx-3090": RTX_3090, "dgx-spark": DGX_SPARK}
 
 
 # ---- detection ----
@@ -168,7 +182,9 @@ def detect() -> Machine:
     if not torch.cuda.is_available():
         return replace(machine, unusable_gpu=_driver_names())
     free, total = torch.cuda.mem_get_info()
-    return replace(machine, gpu=torch.cuda.get_device_name(), device_bytes=total, device_free_bytes=free)
+    shared = bool(getattr(torch.cuda.get_device_properties(0), "is_integrated", False))
+    card = {"gpu": torch.cuda.get_device_name(), "device_bytes": total, "device_free_bytes": free}
+    return replace(machine, **card, one_memory=shared)
 
 
 @dataclass(frozen=True)

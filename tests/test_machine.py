@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -53,12 +54,15 @@ def test_a_containers_limit_is_what_the_machine_has(monkeypatch: pytest.MonkeyPa
     assert (found.host_bytes, found.host_available_bytes) == (1_000_000, 300_000)
 
 
-def test_detects_a_card_that_torch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("integrated", [False, True])
+def test_detects_a_card_that_torch_can_use(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 24))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=integrated))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     found = machines.detect()
     assert (found.gpu, found.device_bytes, found.device_free_bytes) == ("a card", 24, 20)
+    assert found.one_memory == integrated
 
 
 def test_a_card_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +129,7 @@ def test_presets_have_the_sizes_in_their_names() -> None:
         "gh200": 94,
         "rtx-4090": 24,
         "rtx-3090": 24,
+        "dgx-spark": 119,
     }
 
 

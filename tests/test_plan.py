@@ -20,7 +20,7 @@ from megatrain.anatomy.meta import meta_model, token_elements
 from megatrain.anatomy.presets import PRESETS, dense_120b, gpt_oss_20b, gpt_oss_120b, llama_8b, named_config
 from megatrain.config import AdamWConfig, EngineConfig
 from megatrain.engine import StreamingEngine
-from megatrain.machine import H200_1_5TB, RTX_4090, Machine, describe, resized
+from megatrain.machine import DGX_SPARK, H200_1_5TB, RTX_4090, Machine, describe, resized
 from megatrain.plan import Plan, fit, needs, plan
 from megatrain.workspace import workspace
 
@@ -585,6 +585,20 @@ def test_what_the_engine_refuses_of_a_model_is_refused_before(family: str, choic
     config = EngineConfig(device="cpu", **choice)
     with pytest.raises(ValueError, match=reason):
         plan(families.build(family).config, config, AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=LAPTOP)
+
+
+def test_where_both_tiers_are_one_memory_they_share_it() -> None:
+    config, model = EngineConfig(resident_layers="auto"), tiny_config()
+    apart = plan(model, EngineConfig(), AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=H200_1_5TB)
+    enough = resized(DGX_SPARK, host_bytes=apart.host_bytes + apart.device_bytes)
+    assert plan(model, EngineConfig(), AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=enough).fits
+    short = resized(DGX_SPARK, host_bytes=enough.host_bytes - 1)
+    found = plan(model, EngineConfig(), AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=short)
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("RAM: ")
+    assert plan(
+        model, config, AdamWConfig(), batch=ROWS, sequence=TOKENS, machine=enough
+    ).fits  # auto takes what is left
 
 
 def test_planning_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

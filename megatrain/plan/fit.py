@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.config import EngineConfig
 from megatrain.machine import Machine
-from megatrain.plan.needs import Needs, Subject, needs_of, on_cpu
+from megatrain.plan.needs import Needs, Subject, needs_of, one_tier
 
 # What saves memory, most harmless first.
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -69,8 +69,8 @@ def _lacks_gpu(config: EngineConfig, machine: Machine | None) -> bool:
 
 
 def tiers(config: EngineConfig, machine: Machine | None) -> dict[str, Callable[[Needs], int]]:
-    """What is needed of each tier. Where the device is an arena of the CPU lanes, its bytes are RAM."""
-    if on_cpu(config, machine):
+    """What is needed of each tier. Where the device works in the host's memory, its bytes are RAM."""
+    if one_tier(config, machine):
         return {"RAM": lambda needs: needs.host_bytes + needs.device_bytes}
     return {"RAM": lambda needs: needs.host_bytes, "device memory": lambda needs: needs.device_bytes}
 

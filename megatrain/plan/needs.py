@@ -139,6 +139,11 @@ def on_cpu(config: EngineConfig, machine: Machine | None) -> bool:
     return config.device == "cpu" or (machine is not None and machine.gpu is None)
 
 
+def one_tier(config: EngineConfig, machine: Machine | None) -> bool:
+    """Whether what lies on the device is host memory, too: of the CPU lanes, or of a GPU that works in it."""
+    return on_cpu(config, machine) or (machine is not None and machine.one_memory)
+
+
 def _itemsize(config: EngineConfig) -> int:
     return int(getattr(torch, config.dtype).itemsize)
 
@@ -152,6 +157,6 @@ def _budget(config: EngineConfig, machine: Machine | None, host: dict[str, int])
     """What the engine will take for free on the device; None = nobody says."""
     if config.device_memory_bytes is not None or machine is None:
         return config.device_memory_bytes
-    if on_cpu(config, machine):
+    if one_tier(config, machine):
         return machine.host_available_bytes - sum(host.values())
     return machine.device_free_bytes

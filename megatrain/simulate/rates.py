@@ -63,6 +63,7 @@ class Rates:
             adamw_bytes_per_s=host,
             flops_per_s=dict.fromkeys(("forward", "backward", "head"), flops),
             device_memory_bytes_per_s=device * SUSTAINED_MEMORY,
+            both_ways=0.5 if machine.one_memory else 1.0,
             host_memory_bytes_per_s=host,
         )
 
