@@ -151,8 +151,8 @@ RTX_3090 = _with_rates(
     link=PCIE_4_BYTES_PER_S,
     host_memory=51.2e9,
 )
-# NVIDIA DGX Spark data sheet: 128 GB LPDDR5X for both processors, 273 GB/s; 1,000 TFLOP/s in FP4 with sparsity, taken as
-# an eighth in bfloat16 without. A copy between the tiers reads and writes that memory, so each way has half at most.
+# NVIDIA DGX Spark data sheet: 128 GB LPDDR5X for both processors, 273 GB/s; 1,000 TFLOP/s in FP4 with sparsity, where
+# an eighth is taken for bfloat16 without it. A copy reads and writes that memory: half its rate each way.
 DGX_SPARK = _with_rates(
     replace(
         describe("DGX Spark", host_bytes=128_000_000_000, gpu="NVIDIA GB10", device_bytes=128_000_000_000, cores=20),
