@@ -183,8 +183,8 @@ def detect() -> Machine:
         return replace(machine, unusable_gpu=_driver_names())
     free, total = torch.cuda.mem_get_info()
     shared = bool(getattr(torch.cuda.get_device_properties(0), "is_integrated", False))
-    card = {"gpu": torch.cuda.get_device_name(), "device_bytes": total, "device_free_bytes": free}
-    return replace(machine, **card, one_memory=shared)
+    name = torch.cuda.get_device_name()
+    return replace(machine, gpu=name, device_bytes=total, device_free_bytes=free, one_memory=shared)
 
 
 @dataclass(frozen=True)
