@@ -36,7 +36,15 @@ from megatrain import EngineConfig
 from megatrain.config import Dtype
 
 NONE, TOGETHER = "none", "together"
-KERNELS = ("flash", "math")  # of attention, on a CPU; one at a time, and none beside compiled layers
+KERNELS = ("flash", "math")  # of attention, on a CPU
+# What is not joined with the others: not beside compiled layers, or the price of leaving out what is on by default.
+ALONE = {
+    **{name: {"attention": name} for name in KERNELS},
+    "keep_attention": {"keep_attention": True},
+    "inputs offloaded": {"offload_activations": True},
+    "nothing loaded ahead": {"prefetch_depth": 0},
+    "optimizer not overlapped": {"optimizer_overlap": "none"},
+}
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,18 @@ class Settings:
             "tile_tokens": {"tile_tokens": self.tile_tokens},
             "compile": {"compile": True},
             "kept_graphs": {"kept_graphs": self.shape.layers},
-            **{name: {"attention": name} for name in KERNELS},
+            "resident_layers": {"resident_layers": self.shape.layers},
+            **ALONE,
         }
         chosen = {name: fields for name, fields in levers.items() if not self.only or name in self.only}
-        joined = [fields for name, fields in chosen.items() if name not in KERNELS]
+        joined = [fields for name, fields in chosen.items() if name not in ALONE]
         together = {name: value for fields in joined for name, value in fields.items()}
         return {NONE: {}, **chosen, **({TOGETHER: together} if len(joined) > 1 else {})}
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> Ours:
     """An engine with these fields, on a model and batches of its own that are the same for all."""
-    config = EngineConfig(device="cpu", dtype=settings.dtype, offload_activations=False, **fields)
+    config = EngineConfig(**{"device": "cpu", "dtype": settings.dtype, "offload_activations": False} | fields)
     data = batches(settings.shape.vocab, settings.batch, settings.sequence)
     return make_ours(make_model(settings.shape, torch.float32), data, config, settings.lr)
 

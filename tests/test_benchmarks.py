@@ -495,7 +495,7 @@ def test_levers_run_in_turn_and_agree(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_no_kernel_of_attention_is_among_all_levers_together() -> None:
     contenders = levers.settings_of(levers.parse([])).contenders
     assert contenders["math"] == {"attention": "math"}
-    assert contenders["together"].keys() == {"tile_tokens", "compile", "kept_graphs"}
+    assert contenders["together"].keys() == {"tile_tokens", "compile", "kept_graphs", "resident_layers"}
     assert "together" not in levers.settings_of(levers.parse(["--only", "flash", "math", "compile"])).contenders
 
 
