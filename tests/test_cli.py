@@ -191,7 +191,7 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
         (["--dtype", "fp8"], "Error: dtype must be one of"),
         (
             ["--machine", "abacus"],
-            "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090; got 'abacus'",
+            "Error: --machine must be one of this, h200, gh200, rtx-4090, rtx-3090, dgx-spark; got 'abacus'",
         ),
         (["--device-memory", "24 parsecs"], "is not a size; write 24GB, 24GiB, 1.5TB or a number of bytes"),
         (["--simulate", "--trace", "t.txt"], "Error: a trace is JSON, and its name must end in .json or .json.gz"),

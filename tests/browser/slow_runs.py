@@ -17,7 +17,7 @@ from megatrain.run import Evaluating
 
 LAYERS = 6
 ENDLESS = 1_000_000
-LAYER_S = 0.02  # about what a layer takes to arrive
+LAYER_S = 0.03  # about what a layer takes to arrive
 VOCAB = 300
 MEMORY_BYTES = 82_000  # for prefetch depth 3, not for 4
 

@@ -233,10 +233,9 @@ def another_window(chromium: Browser) -> Iterator[NotebookPage]:
 def zoom_stays(board: DashboardPage) -> bool:
     """Zoom in, and see whether the same part is shown two steps later."""
     board.zoom()
-    board.until(lambda: board.time_shown()[0] > 0, "a part is shown")
     part, done = board.time_shown(), board.steps_done()
     board.until(lambda: board.steps_done() > done + 1, "the run goes on")
-    return board.time_shown() == part
+    return part[0] > 0 and board.time_shown() == part
 
 
 def test_a_zoom_stays_while_the_run_goes_on(
@@ -246,7 +245,7 @@ def test_a_zoom_stays_while_the_run_goes_on(
     notebook.open_notebook(server.lab_url(name))
     notebook.run_all()
     board.until(lambda: board.bars() > 30, "it is drawn")
-    assert any(zoom_stays(board) for _ in range(3)), "a frame on its way may undo one zoom, not three"
+    assert any(zoom_stays(board) for _ in range(5)), "a frame on its way may undo a zoom or two, not five"
     board.press("Live")
     board.until(lambda: board.time_shown()[0] == 0, "all is shown again")
     end = board.time_shown()[1]
