@@ -10,6 +10,7 @@ Backgrounds are transparent, so that a page or notebook may be light or dark.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -355,7 +356,10 @@ def _span(figure: go.Figure, drawn: Values, frame: Frame, *, whole: bool) -> Val
     if zoomed or autorange:  # by a double click, for one
         drawn.pop("xaxis.range", None)
         drawn.pop("xaxis.autorange", None)
-    return {"xaxis.range": [0, frame.width_ms], "xaxis.autorange": False}
+    end_ms = frame.width_ms
+    if whole and shown is not None and list(shown) == [0, end_ms]:  # the page may show a zoom that never came here
+        end_ms = math.nextafter(end_ms, math.inf)  # plotly sends nothing that it takes to be there
+    return {"xaxis.range": [0, end_ms], "xaxis.autorange": False}
 
 
 # ---- empty traces ----

@@ -141,6 +141,16 @@ def test_a_zoom_stays_until_the_whole_is_asked_for() -> None:
     assert figure.layout.xaxis.range == (0, later.width_ms)
 
 
+def test_the_whole_is_said_again_to_a_page_whose_zoom_never_came_here() -> None:
+    figure, now = build_figure(), frame(TracedRun().steps(2).snapshot())
+    update_figure(figure, now)
+    for _ in range(3):
+        before = figure.layout.xaxis.range
+        update_figure(figure, now, whole=True)
+        assert figure.layout.xaxis.range != before  # else plotly would send nothing
+        assert figure.layout.xaxis.range == pytest.approx((0, now.width_ms))
+
+
 def test_a_double_click_ends_a_zoom_and_another_may_follow() -> None:
     figure, now = build_figure(), frame(TracedRun().steps(2).snapshot())
     update_figure(figure, now)

@@ -233,9 +233,18 @@ def another_window(chromium: Browser) -> Iterator[NotebookPage]:
 def zoom_stays(board: DashboardPage) -> bool:
     """Zoom in, and see whether the same part is shown two steps later."""
     board.zoom()
+    board.page.wait_for_timeout(500)
     part, done = board.time_shown(), board.steps_done()
     board.until(lambda: board.steps_done() > done + 1, "the run goes on")
     return part[0] > 0 and board.time_shown() == part
+
+
+def live_again(board: DashboardPage) -> bool:
+    """Press Live, and see whether everything is shown two steps later."""
+    board.press("Live")
+    done = board.steps_done()
+    board.until(lambda: board.steps_done() > done + 1, "the run goes on")
+    return board.time_shown()[0] == 0
 
 
 def test_a_zoom_stays_while_the_run_goes_on(
@@ -246,8 +255,7 @@ def test_a_zoom_stays_while_the_run_goes_on(
     notebook.run_all()
     board.until(lambda: board.bars() > 30, "it is drawn")
     assert any(zoom_stays(board) for _ in range(5)), "a frame on its way may undo a zoom or two, not five"
-    board.press("Live")
-    board.until(lambda: board.time_shown()[0] == 0, "all is shown again")
+    assert any(live_again(board) for _ in range(3)), "what the page says of its zoom may cross Live once, not thrice"
     end = board.time_shown()[1]
     board.until(lambda: board.time_shown()[1] != end, "and what comes")
     assert board.time_shown()[0] == 0
