@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import parity
+from benchmarks import cpu, parity
 from benchmarks.budget import Budget
 from benchmarks.gpu_parts import FAILED, FULL, PARTS, TOY, Run, Sizes, measured, run_parts
 from benchmarks.gpu_words import summary
@@ -116,7 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def went_well(values: dict[str, Any]) -> bool:
     found = values.get("parity", []) if measured(values.get("parity")) else []
-    return not any(name.endswith(FAILED) for name in values) and all(case.get("passed", True) for case in found)
+    peers = {"bfloat16": values["peers"]} if measured(values.get("peers")) else {}
+    alike = all(case.get("passed", True) for case in found) and cpu.went_well(peers)
+    return alike and not any(name.endswith(FAILED) for name in values)
 
 
 if __name__ == "__main__":
