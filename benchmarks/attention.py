@@ -24,10 +24,10 @@ def measure(
     device: str, shape: Shape, lengths: list[int], tokens: int, rounds: int, save: Callable[[dict[str, Any]], None]
 ) -> None:
     """bfloat16, causal, no padding. tokens: of a micro-batch; one sequence where a length is more. In turn."""
-    model = make_model(replace(shape, layers=1, vocab=256), torch.bfloat16, made_on=device).to(device)
+    model = layer_of(shape, device)
     found: dict[str, Any] = {}
     for length in lengths:
-        run = _layer_run(model, max(1, tokens // length), length)
+        run = layer_run(model, max(1, tokens // length), length)
         why_not = {name: _why_not(name, run) for name in KERNELS}
         times: dict[str, list[float]] = {name: [] for name, reason in why_not.items() if reason is None}
         for _ in range(rounds):
@@ -42,7 +42,13 @@ def measure(
         save(found)
 
 
-def _layer_run(model: Any, rows: int, length: int) -> Run:
+def layer_of(shape: Shape, device: str) -> Any:
+    """A bfloat16 model of one layer, on the device."""
+    return make_model(replace(shape, layers=1, vocab=256), torch.bfloat16, made_on=device).to(device)
+
+
+def layer_run(model: Any, rows: int, length: int) -> Run:
+    """What runs the layer forward and backward on random input."""
     hidden = torch.randn(rows, length, model.config.hidden_size, dtype=torch.bfloat16, device=model.device)
     hidden.requires_grad_()
     positions = torch.arange(length, device=model.device)[None]
@@ -70,15 +76,15 @@ def _why_not(name: str, run: Run) -> str | None:
 
 
 def _seconds(name: str, run: Run, device: str) -> float:
-    _catch_up(device)
+    catch_up(device)
     start_s = time.perf_counter()
     with attention_by(name):
         run()
-    _catch_up(device)
+    catch_up(device)
     return time.perf_counter() - start_s
 
 
-def _catch_up(device: str) -> None:
+def catch_up(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 

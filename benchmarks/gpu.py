@@ -8,6 +8,8 @@ link       the engine's lanes alone: each way and both at once, registered memor
 matmul     a big bfloat16 product: the rate that MFU is counted against
 adamw      AdamW and plain copies in host memory, by threads
 attention  a layer of an 8B model forward and backward, by each kernel of torch's attention, at several lengths
+layer      such a layer by the number of sequences in a micro-batch: from which on the card is busy
+profile    steady steps as torch's profiler saw them, beside the engine's record; a trace of both
 stream     a Llama shape at depths 0 to 3 and several batch sizes: throughput, overlap, waits, memory, the bound
 capped     the same with little device memory
 plain      the engine beside plain Hugging Face, with as many layers as fit plainly

@@ -13,17 +13,19 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from benchmarks import attention, depth, link, parity, wide
+from benchmarks import attention, depth, layer, link, parity, profiled, wide
 from benchmarks.bounds import Rates
 from benchmarks.budget import Budget
 from benchmarks.deep import Deep, made_virtual
 from benchmarks.field import Field
 from benchmarks.peers import FSDP2, OURS, PEERS, PLAIN, ZERO3
 from benchmarks.peers.contender import Task
+from benchmarks.peers.ours import Ours
 from benchmarks.pipeline import optimizer_alone
 from benchmarks.report import Report
 from benchmarks.shapes import LLAMA, TINY, Shape
 from benchmarks.streaming import Case, Effort, Workload, beside_plain, layers_that_fit_plainly, measure
+from benchmarks.turns import warm_up
 from benchmarks.virtual import with_layers
 from megatrain.machine import detect
 
@@ -52,6 +54,8 @@ class Sizes:
     wide: list[str]
     lengths: list[int]  # of sequences, for attention
     attention_tokens: int  # of a micro-batch, at least one sequence
+    layer_rows: list[int]  # sequences of a micro-batch
+    profiled_layers: int
 
 
 FULL = Sizes(
@@ -69,6 +73,8 @@ FULL = Sizes(
     wide=["dense-120b", "gpt-oss-120b"],
     lengths=[512, 2048, 8192, 32_768],
     attention_tokens=8192,
+    layer_rows=[1, 2, 4, 8, 16],
+    profiled_layers=8,
 )
 TOY = Sizes(
     sequence=16,
@@ -85,6 +91,8 @@ TOY = Sizes(
     wide=["tiny-dense", "tiny-gpt-oss"],
     lengths=[16, 48],
     attention_tokens=32,
+    layer_rows=[1, 2],
+    profiled_layers=3,
 )
 
 
@@ -105,6 +113,11 @@ class Run:
     @property
     def work(self) -> Workload:
         return Workload(self.device, self.shape, self.sizes.sequence, self.sizes.micro_batch_size)
+
+    @property
+    def layer_shape(self) -> Shape:
+        """Whose layers are as wide as those of an 8B model, whatever the host holds of it."""
+        return TINY if self.shape == TINY else LLAMA["8b"]
 
     def case(self, config: Any, *, offload: bool | Literal["auto"] = "auto") -> Deep:
         """A configuration's model on as many tokens as the first of the other parts."""
@@ -160,13 +173,32 @@ def run_adamw(run: Run) -> None:
 
 
 def run_attention(run: Run) -> None:
-    shape, sizes = TINY if run.shape == TINY else LLAMA["8b"], run.sizes
-    rounds = 10 * run.rounds  # of milliseconds each
+    rounds, sizes = 10 * run.rounds, run.sizes  # of milliseconds each
 
     def save(found: dict[str, Any]) -> None:
         run.report.put("attention", found)
 
-    attention.measure(run.device, shape, sizes.lengths, sizes.attention_tokens, rounds, save)
+    attention.measure(run.device, run.layer_shape, sizes.lengths, sizes.attention_tokens, rounds, save)
+
+
+def run_layer(run: Run) -> None:
+    rounds, sizes = 10 * run.rounds, run.sizes
+
+    def save(found: dict[str, Any]) -> None:
+        run.report.put("layer", found)
+
+    layer.measure(run.device, run.layer_shape, sizes.layer_rows, sizes.sequence, rounds, save)
+
+
+def run_profile(run: Run) -> None:
+    """A few layers: a trace of all of them would be too large to open."""
+    shape = run.layer_shape.with_layers(run.sizes.profiled_layers)
+    work = Workload(run.device, shape, run.sizes.sequence, run.sizes.micro_batch_size)
+    trace = None if run.report.path is None else run.report.path.with_suffix(".trace.json.gz")
+    with work.engine(2, None) as engine:
+        ours = Ours(engine, work.data(run.sizes.tokens[0]))
+        warm_up(ours, 4)
+        run.report.put("profile", profiled.measure(run.device, engine, ours, run.steps, trace))
 
 
 def run_stream(run: Run) -> None:
@@ -226,7 +258,7 @@ def run_peers(run: Run) -> None:
 
 def run_depth(run: Run) -> None:
     """Saved inputs go to the host, or the device would hold more of them with every layer."""
-    config = (TINY if run.shape == TINY else LLAMA["8b"]).config()
+    config = run.layer_shape.config()
     cases = [run.case(with_layers(config, layers), offload=True) for layers in run.sizes.deep]
     depth.measure(made_virtual(cases, detect()), run.effort(60), lambda found: run.report.put("depth", found))
 
@@ -255,6 +287,8 @@ PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
     "matmul": (run_matmul, 10),
     "adamw": (run_adamw, 30),
     "attention": (run_attention, 30),
+    "layer": (run_layer, 20),
+    "profile": (run_profile, 40),
     "stream": (run_stream, 150),
     "capped": (run_capped, 120),
     "plain": (run_plain, 60),

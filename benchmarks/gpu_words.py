@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import attention, cpu, depth
+from benchmarks import attention, cpu, depth, layer, profiled
 from benchmarks.gpu_parts import FAILED, SKIPPED, measured
 from benchmarks.table import Cell, table
 
 
 def summary(values: dict[str, Any]) -> str:
     """The short tables, of whatever was measured."""
-    blocks = [_parity_lines, _rate_lines, _attention_table, _stream_table, _plain_table, _peers_table, _depth_table]
-    blocks.append(_wide_table)
-    blocks.append(_trouble_lines)
+    blocks = [_parity_lines, _rate_lines, _attention_table, _layer_table, _profile_table, _stream_table, _plain_table]
+    blocks += [_peers_table, _depth_table, _wide_table, _trouble_lines]
     return "\n\n".join(text for block in blocks if (text := block(values)))
 
 
@@ -46,7 +45,29 @@ def _attention_table(values: dict[str, Any]) -> str:
     return attention.summary(values["attention"]) if measured(values.get("attention")) else ""
 
 
-STREAM_HEADER = ["", "s/step", "predicted", "tok/s", "TFLOP/s", "MFU", "h2d", "d2h", "AdamW", "waits", "GB", "planned"]
+def _layer_table(values: dict[str, Any]) -> str:
+    return layer.summary(values["layer"], values["sizes"]["sequence"]) if measured(values.get("layer")) else ""
+
+
+def _profile_table(values: dict[str, Any]) -> str:
+    return profiled.summary(values["profile"]) if measured(values.get("profile")) else ""
+
+
+STREAM_HEADER = [
+    "",
+    "s/step",
+    "predicted",
+    "÷",
+    "tok/s",
+    "TFLOP/s",
+    "MFU",
+    "h2d",
+    "d2h",
+    "AdamW",
+    "waits",
+    "GB",
+    "planned",
+]
 
 
 def _stream_table(values: dict[str, Any]) -> str:
@@ -67,6 +88,7 @@ def _stream_cells(found: dict[str, Any]) -> list[Cell]:
     return [
         found["step_s"],
         found.get("predicted_s"),
+        found["step_s"] / found["predicted_s"] if "predicted_s" in found else None,
         found["tokens_per_s"],
         found["flops_per_s"] / 1e12,
         found.get("mfu"),

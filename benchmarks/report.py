@@ -14,7 +14,7 @@ class Report:
 
     def __init__(self, path: Path | None, values: dict[str, Any] | None = None) -> None:
         self.values: dict[str, Any] = values or {}
-        self._path = path
+        self.path = path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self.write()
@@ -24,5 +24,5 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        if self._path is not None:
-            write_atomically(self._path, (json.dumps(self.values, indent=1, default=str) + "\n").encode())
+        if self.path is not None:
+            write_atomically(self.path, (json.dumps(self.values, indent=1, default=str) + "\n").encode())
