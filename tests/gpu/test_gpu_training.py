@@ -13,6 +13,7 @@ from pairs import LR, MICRO_ROWS, ROWS, Outcome, Pair, batches_for, gap, outcome
 from reference import Batch, make_batch, plain_step
 from test_engine_bfloat16 import ByHand
 from test_families_exact import EXACT
+from test_lora import adapted
 from tiny_models import tiny
 
 from megatrain import AdamWConfig, StreamingEngine, optim
@@ -163,6 +164,34 @@ def test_models_of_our_own(model_class: type[tm.TinyForCausalLM], micro_rows: in
     pair = Pair.of(tiny(model_class), ADAMW, device=DEVICE, micro_batch_size=micro_rows)
     with pair.engine:
         pair.require_close(batches_for(pair.plain), TOLERANCE)
+
+
+LEVERS: list[dict[str, Any]] = [
+    {"kept_graphs": 2},
+    {"keep_attention": True},
+    {"tile_tokens": 8},
+    {"compile": True},
+    {"loss_chunk_tokens": 7},
+]
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=str)
+@pytest.mark.parametrize("micro_rows", [None, MICRO_ROWS])
+def test_levers_change_nothing_but_rounding(lever: dict[str, Any], micro_rows: int | None) -> None:
+    pair = Pair.of(build("llama"), ADAMW, device=DEVICE, micro_batch_size=micro_rows, **lever)
+    with pair.engine:
+        pair.require_close(batches_for(pair.plain), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_adapters_train_as_plainly(family: str, dtype: torch.dtype) -> None:
+    """Float32 ones, also on a bfloat16 base."""
+    adamw = AdamWConfig(lr=LR, eps=1e-4)
+    engine = {"device": DEVICE, "dtype": str(dtype).removeprefix("torch.")}
+    pair = Pair.of(adapted(family, dtype, target_modules="all-linear"), adamw, **engine)
+    with pair.engine:
+        pair.require_close(batches_for(pair.plain), TOLERANCE if dtype == torch.float32 else 2e-3)
 
 
 # ---- bfloat16 ----
