@@ -2,26 +2,38 @@
 
 An arena is one anonymous mapping. With CUDA it is registered in large slabs, so that copies are asynchronous
 and every byte is used: torch's own pinned memory rounds each tensor up to a power of two.
+
+Note: where slabs end
+    CUDA refuses a copy that reaches from one registration into the next. So slabs end at multiples of SLAB_BYTES among
+    addresses, whatever the arena, and copies are cut there (`slabs`).
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from megatrain.layout import Layout, align
 
-SLAB_BYTES = 4 << 30  # registered at a time; a driver may refuse a mapping of a terabyte at once
+SLAB_BYTES = 64 << 30  # registered at a time; some drivers refuse half a terabyte at once
 
 
 Touch = Callable[[torch.Tensor], None]
+
+
+def slabs(address: int, nbytes: int) -> list[slice]:
+    """The bytes from `address` on, cut where slabs end; offsets from `address`."""
+    to_next = SLAB_BYTES - address % SLAB_BYTES
+    cuts = [0, *range(to_next, nbytes, SLAB_BYTES), nbytes]
+    return [slice(start, stop) for start, stop in pairwise(cuts) if start < stop]
 
 
 class Arena:
@@ -35,6 +47,8 @@ class Arena:
         self.nbytes = nbytes
         self._taken = 0
         self._registered: list[int] = []
+        # Also of an engine that nobody closed: CUDA would take what is later mapped there for these pages.
+        weakref.finalize(self, _unregister, self._registered).atexit = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if nbytes:
             # Private: Linux gives huge pages to shared mappings only where an administrator allowed it.
@@ -61,9 +75,9 @@ class Arena:
 
     def _register(self) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for start in range(0, self.nbytes, SLAB_BYTES):
-            pointer = self._bytes.data_ptr() + start
-            error = int(runtime.cudaHostRegister(pointer, min(SLAB_BYTES, self.nbytes - start), 0))
+        for slab in slabs(self._bytes.data_ptr(), self.nbytes):
+            pointer = self._bytes.data_ptr() + slab.start
+            error = int(runtime.cudaHostRegister(pointer, slab.stop - slab.start, 0))
             if error:
                 self.close()
                 raise RuntimeError(
@@ -74,9 +88,13 @@ class Arena:
 
     def close(self) -> None:
         """Unregister from CUDA. The memory itself lives as long as a tensor looks into it."""
-        while self._registered:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self._registered.pop())
+        _unregister(self._registered)
+
+
+def _unregister(pointers: list[int]) -> None:
+    while pointers:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(pointers.pop())
 
 
 @dataclass

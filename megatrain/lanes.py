@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Throttle
+from megatrain.host import slabs
 from megatrain.trace import Recorder, Span
 
 Starts = Mapping[str, Callable[[], None]]
@@ -189,7 +190,15 @@ class CudaStream:
         return self._clock.read(mark) if mark.query() else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        """In one piece, unless its host side lies in two slabs."""
+        host = source if source.device.type == "cpu" else target
+        parts = slabs(host.data_ptr(), host.nbytes)
+        if len(parts) == 1:
+            target.copy_(source, non_blocking=True)
+            return
+        target_bytes, source_bytes = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+        for part in parts:
+            target_bytes[part].copy_(source_bytes[part], non_blocking=True)
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain import host
-from megatrain.host import Arena, HostShape, HostStore, role_bytes
+from megatrain.host import Arena, HostShape, HostStore, role_bytes, slabs
 from megatrain.layout import ALIGN_BYTES, Layout, TensorSpec
 
 PAGE = mmap.PAGESIZE
@@ -174,16 +174,38 @@ def use(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_slabs")
 def test_pins_in_slabs_without_gaps_and_unpins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its address, a slab ends at a multiple of the size: whoever copies knows where."""
     runtime = FakeRuntime()
     use(runtime, monkeypatch)
     arena = Arena("weights", 5 * PAGE, pin=True)
     start = arena.take(1).data_ptr()
-    assert runtime.registered == [(start, 2 * PAGE), (start + 2 * PAGE, 2 * PAGE), (start + 4 * PAGE, PAGE)]
+    ends = [pointer + nbytes for pointer, nbytes in runtime.registered]
+    assert [pointer for pointer, _ in runtime.registered] == [start, *ends[:-1]]
+    assert ends[-1] == start + 5 * PAGE
+    assert ends[:-1] == [at for at in range(start + 1, start + 5 * PAGE) if at % (2 * PAGE) == 0]
     assert arena.pinned_bytes == 5 * PAGE
     arena.close()
     arena.close()
     assert runtime.registered == []
     assert arena.pinned_bytes == 0
+
+
+@given(address=st.integers(0, 10**6), nbytes=st.integers(0, 10**6), size=st.integers(10**5, 10**6))
+def test_slabs_cover_every_byte_once_and_cross_no_multiple(address: int, nbytes: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "SLAB_BYTES", size)
+        found = slabs(address, nbytes)
+    assert [0, *(slab.stop for slab in found)] == [*(slab.start for slab in found), nbytes]
+    assert all((address + slab.start) // size == (address + slab.stop - 1) // size for slab in found)
+
+
+def test_an_arena_that_nobody_closed_is_unpinned_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    use(runtime, monkeypatch)
+    arena = Arena("weights", PAGE, pin=True)
+    assert len(runtime.registered) == 1
+    del arena
+    assert runtime.registered == []
 
 
 @pytest.mark.usefixtures("small_slabs")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatrain import host
 from megatrain.lanes import CpuStream, CudaClock, CudaStream, Done, Label, LaneError, Lanes, Stream
 from megatrain.trace import Recorder
 
@@ -99,18 +100,35 @@ class FakeEvent:
 
 
 class Tensor:
-    """Says what is asked of a tensor on a device."""
+    """Says what is asked of a tensor of 64 bytes in host memory or on a device."""
 
-    def __init__(self, device: Device, name: str) -> None:
-        self.device = device
+    device = torch.device("cpu")
+    nbytes = 64
+
+    def __init__(self, card: Device, name: str, address: int = 0) -> None:
+        self.card = card
         self.name = name
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def view(self, _: object) -> Tensor:
+        return self
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return Tensor(self.card, f"{self.name}[{part.start}:{part.stop}]")
 
     def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
         assert non_blocking
-        self.device.say(f"copy {source.name} to {self.name}")
+        self.card.say(f"copy {source.name} to {self.name}")
 
     def record_stream(self, stream: FakeStream) -> None:
-        self.device.say(f"{self.name} kept for {stream.name}")
+        self.card.say(f"{self.name} kept for {stream.name}")
+
+
+class OnCard(Tensor):
+    device = torch.device("meta")
 
 
 @pytest.fixture
@@ -300,6 +318,20 @@ def test_memory_of_another_stream_is_kept(device: Device) -> None:
     clock = CudaClock(lambda: 0.0, device)
     CudaStream(clock, device).keep(Tensor(device, "hidden"))  # type: ignore[arg-type]
     assert device.on("MainThread")[-1] == "hidden kept for h2d"
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize(("address", "parts"), [(0, [""]), (100, ["[0:28]", "[28:64]"]), (64, [""]), (128, [""])])
+def test_a_copy_is_cut_where_a_slab_of_host_memory_ends(
+    address: int, parts: list[str], out: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses one that reaches from one registration into the next."""
+    monkeypatch.setattr(host, "SLAB_BYTES", 128)
+    ends: Any = (OnCard(device, "slot", 100), Tensor(device, "weights", address))
+    CudaStream(CudaClock(lambda: 0.0, device), device).copy(*(reversed(ends) if out else ends))
+    names = ("slot", "weights") if out else ("weights", "slot")
+    copies = [call for call in device.on("MainThread") if call.startswith("copy")]
+    assert copies == [f"copy {names[0]}{part} to {names[1]}{part}" for part in parts]
 
 
 # ---- the clock ----
