@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -242,7 +242,7 @@ class Executor:
 
     def restart(self, step: int) -> None:
         """After a pass failed half-way: new lanes and no buffers. Updates that were issued before are done first."""
-        self._lanes.close()
+        self._end_lanes()
         self._finalizer.detach()
         self._dones.clear()
         for pool in self._pools.values():
@@ -266,7 +266,14 @@ class Executor:
         return self._lanes.at_work()
 
     def close(self) -> None:
+        self._end_lanes()
+
+    def _end_lanes(self) -> None:
+        """After this nothing reads or writes memory that is given back, on the card neither."""
         self._lanes.close()
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):  # a card that has failed does nothing any more, and says so once more
+                torch.cuda.synchronize(self._device)
 
     # ---- issuing ----
 

@@ -139,3 +139,44 @@ def test_where_updates_follow_each_gradient_the_engine_cannot_go_on(monkeypatch:
             engine.step(BATCHES[0])
         with pytest.raises(RuntimeError, match="failed earlier"):
             engine.step(BATCHES[0])
+
+
+# ---- a card is at rest before memory that it may still use is given back ----
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a card, and when its memory goes."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("rest"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("empty cache"))
+    monkeypatch.setattr("megatrain.slots.BufferPool.clear", lambda pool, step: said.append(pool.kind))
+    monkeypatch.setattr("megatrain.host.HostStore.close", lambda host: said.append("host"))
+    return said
+
+
+def test_a_card_rests_before_host_memory_is_unpinned(said: list[str]) -> None:
+    engine = engine_for()
+    engine._executor._device = torch.device("cuda")
+    engine.close()
+    assert said == ["rest", "host"]
+
+
+def test_a_card_rests_before_its_buffers_are_freed(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for() as engine:
+        engine._executor._device = torch.device("cuda")
+        monkeypatch.setattr(engine._executor, "_start_lanes", lambda: None)
+        engine._executor.restart(0)
+        assert said == ["rest", "weights", "gradients", "optimizer", "empty cache"]
+
+
+def test_a_card_that_failed_does_not_keep_the_engine_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    model = build("llama")
+    engine = StreamingEngine(model, engine_config())
+    engine._executor._device = torch.device("cuda")
+    engine.close()
+    assert model(**make_batch(model)).loss.isfinite()
