@@ -181,10 +181,16 @@ def detect() -> Machine:
     )
     if not torch.cuda.is_available():
         return replace(machine, unusable_gpu=_driver_names())
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.mem_get_info()[1]
     shared = bool(getattr(torch.cuda.get_device_properties(0), "is_integrated", False))
     name = torch.cuda.get_device_name()
-    return replace(machine, gpu=name, device_bytes=total, device_free_bytes=free, one_memory=shared)
+    return replace(machine, gpu=name, device_bytes=total, device_free_bytes=free_device_bytes(), one_memory=shared)
+
+
+def free_device_bytes() -> int:
+    """What tensors can still take of the card: also what torch keeps of tensors that are gone."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[0]) + cached
 
 
 @dataclass(frozen=True)

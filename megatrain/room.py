@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from megatrain.fitting import Choice, Fitting, Most
+from megatrain.machine import free_device_bytes
 from megatrain.memory import DeviceBytes, StepSize
 from megatrain.steering import Knobs
 
@@ -41,7 +42,7 @@ class Room:
         if config.device_memory_bytes is not None:
             return config.device_memory_bytes
         if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
+            return free_device_bytes()
         return int(psutil.virtual_memory().available)  # the device arena is host memory here
 
     def needs_bytes(self, knobs: Knobs, size: StepSize | None = None, *, offload: bool) -> int:

@@ -57,7 +57,9 @@ def test_a_containers_limit_is_what_the_machine_has(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("integrated", [False, True])
 def test_detects_a_card_that_torch_can_use(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 24))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (14, 24))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3)  # 6 of what torch reserved can be taken again
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=integrated))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     found = machines.detect()
