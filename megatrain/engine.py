@@ -506,6 +506,8 @@ class StreamingEngine:
             self._conductor.begin()
             self._conductor.load_shell(state)
             streams = partial(self._call_layer, state)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # what the caller will pass may still be in the making elsewhere
             try:
                 with self._anatomy.stubbed.answering(streams), self._executor.on_compute_stream(), torch.no_grad():
                     yield self.model
