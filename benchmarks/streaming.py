@@ -125,7 +125,8 @@ def measure(
     fitting = [case for case in cases if plans[case].fits]
     if not fitting:
         return
-    with capped(work.device, cap_bytes), work.engine(fitting[0].depth, cap_bytes) as engine:
+    # The model is made on the card before that is capped: it may be larger than the cap.
+    with work.engine(fitting[0].depth, cap_bytes) as engine, capped(work.device, cap_bytes):
         contenders = {str(case): Ours(engine, work.data(case.tokens), case.depth) for case in fitting}
         by_name = {str(case): case for case in fitting}
         timings: dict[str, Timing] = {}

@@ -52,7 +52,8 @@ class Pair:
         plain = copy.deepcopy(model)
         settings = engine_config(**config)
         engine = StreamingEngine(model, settings, adamw)
-        plain.to("cpu" if settings.device == "cpu" else "cuda")
+        device = torch.device("cpu" if settings.device == "cpu" else "cuda")
+        move_all(plain, device)
         optimizer = plain_adamw(plain, adamw.lr, adamw.weight_decay, adamw.betas, adamw.eps)
         return cls(engine, plain, optimizer, adamw.max_grad_norm)
 
@@ -92,6 +93,15 @@ class Pair:
         names = [list(expected)] if tied(self.plain) else [[name] for name in expected]
         for group in names:
             assert gap(found, expected, group) <= tolerance, f"{where}: {group[0]}"
+
+
+def move_all(model: PreTrainedModel, device: torch.device) -> None:
+    """Also the tensors that modules keep as plain attributes, which `to` leaves where they are."""
+    model.to(device)  # type: ignore[arg-type]
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                setattr(module, name, value.to(device))
 
 
 def tied(model: PreTrainedModel) -> bool:
