@@ -296,7 +296,8 @@ def _rate(copy: Callable[[], Any]) -> float:
 def _matrix_products(device: str) -> float:
     """FLOP/s of square matrix products, the best of a few: what a model's products can at most reach here."""
     size, dtype = (1024, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # zeros or ones would take less power, and run faster
+    a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
     seconds = []
     for _ in range(1 + MEASURED_COPIES):
         start = time.perf_counter()
