@@ -349,10 +349,16 @@ class Executor:
 
     def _record(self, state: StepState, op: Op, stream: Stream) -> int:
         mb = op.micro_batch or 0
-        inputs = {name: tensor.to(self._device) for name, tensor in state.batch.parts[mb].items()}
+        inputs = {name: self._sent(tensor) for name, tensor in state.batch.parts[mb].items()}
         tape = state.tapes[mb] = self._anatomy.record(inputs)
         self.saved.put(0, mb, tape.hidden.detach().contiguous(), self._readers(state, 0))
         return 0
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device. From memory that is not pinned, its copy would hold the compute lane up."""
+        if self._device.type == "cuda" and tensor.device.type == "cpu":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)
 
     def _readers(self, state: StepState, layer: int) -> int:
         """How many operations will read the input of `layer` where it now lies: see `SavedInputs`."""
@@ -461,7 +467,7 @@ class Executor:
             self._anatomy,
             state.tapes[mb],
             self.saved.get(len(self._layouts), mb),
-            state.batch.targets[mb].to(self._device),
+            self._sent(state.batch.targets[mb]),
             self._loss_chunk_tokens,
             state.temperature,
         )
@@ -479,7 +485,7 @@ class Executor:
             self._head_of(state, mb),
             tokens=state.batch.tokens,
             share=state.batch.part_tokens[mb] / state.batch.tokens,
-            score_gradient=None if sent is None else sent[mb].to(self._device),
+            score_gradient=None if sent is None else self._sent(sent[mb]),
             shell=self._shell_trained,
             on_gradient=state.shell_sum.add,
         )
