@@ -80,6 +80,7 @@ class Arena:
             error = int(runtime.cudaHostRegister(pointer, slab.stop - slab.start, 0))
             if error:
                 self.close()
+                _forget_the_error()
                 raise RuntimeError(
                     f"CUDA could not pin {self.nbytes / 1e9:.1f} GB of host memory for {self.role} (error {error}); "
                     "raise the limit of locked memory (ulimit -l) or choose a smaller model"
@@ -89,6 +90,13 @@ class Arena:
     def close(self) -> None:
         """Unregister from CUDA. The memory itself lives as long as a tensor looks into it."""
         _unregister(self._registered)
+
+
+def _forget_the_error() -> None:
+    """CUDA hands it to the next kernel besides, whose work has nothing to do with it: so that is one of no use."""
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def _unregister(pointers: list[int]) -> None:

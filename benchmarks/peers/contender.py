@@ -12,6 +12,7 @@ from benchmarks.shapes import Batch, Shape, batches, make_model
 from megatrain.config import Dtype, OptimizerOverlap
 
 MAX_GRAD_NORM = 1.0
+EPS = 1e-8  # AdamW's, by default
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task
+from benchmarks.peers.contender import EPS, MAX_GRAD_NORM, Contender, Task
 from benchmarks.pipeline import pipeline
 from benchmarks.shapes import Batch
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
@@ -50,8 +50,8 @@ class Ours(Contender):
         self.engine.close()
 
 
-def make_ours(model: Any, data: Iterator[Batch], config: EngineConfig, lr: float) -> Ours:
-    return Ours(StreamingEngine(model, config, AdamWConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM)), data)
+def make_ours(model: Any, data: Iterator[Batch], config: EngineConfig, lr: float, eps: float = EPS) -> Ours:
+    return Ours(StreamingEngine(model, config, AdamWConfig(lr=lr, eps=eps, max_grad_norm=MAX_GRAD_NORM)), data)
 
 
 def build(task: Task) -> Ours:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
+from benchmarks.peers.contender import EPS, MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
 from benchmarks.shapes import Batch
 
 _ON_THE_DEVICE = "size: weights, gradients and moments all lie on the device"
@@ -34,6 +34,7 @@ class Plain(Contender):
         device: str = "cpu",
         micro_batch_size: int | None = None,
         checkpointing: bool = True,
+        eps: float = EPS,
     ) -> None:
         self.gives_up = f"{_ON_THE_DEVICE}; " + (
             "layers are computed twice" if checkpointing else "so does what backward reads, of every layer at once"
@@ -46,7 +47,7 @@ class Plain(Contender):
         self.masters = self._take_masters(dtype)
         if checkpointing:
             checkpoint_layers(model)
-        self._optimizer = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(self.masters, lr=lr, eps=eps, weight_decay=0.0, fused=True)
 
     def _take_masters(self, dtype: torch.dtype) -> list[nn.Parameter]:
         if dtype == torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from megatrain import StreamingEngine
 from megatrain.engine import DeviceMemoryError
 
 pytestmark = needs_card
+
+SLACK_BYTES = 128 << 20  # cuBLAS takes up to 32 MiB for each of its handles on each stream
 
 
 def wide() -> PreTrainedModel:
@@ -37,7 +40,9 @@ def at_most(nbytes: int) -> Iterator[None]:
 
 def reserved_anew() -> int:
     """Bytes of the card that torch holds once it has given back what it can."""
+    gc.collect()  # engines and what they call back refer to each other
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each handle and stream, which every engine has anew
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_reserved()
@@ -58,7 +63,7 @@ def test_memory_can_be_pinned_again_after_an_engine_was_closed() -> None:
 
 def test_the_device_holds_what_memory_arithmetic_says() -> None:
     """The ledger's bytes are torch's, up to rounding of each allocation and kernels' workspace."""
-    torch.cuda.synchronize()
+    reserved_anew()
     held = torch.cuda.memory_allocated()
     with StreamingEngine(build("llama"), config_for(), ADAMW) as engine:
         engine.step(make_batch(build("llama")))
@@ -74,12 +79,12 @@ def test_the_device_holds_what_memory_arithmetic_says() -> None:
     ids=str,
 )
 def test_training_under_memory_pressure_changes_nothing(setting: dict[str, Any]) -> None:
-    """The allocator has a tenth more than such a run needs: it has to give blocks back and find others."""
+    """The allocator has little more than such a run needs: it has to give blocks back and find others."""
     batches = [make_batch(tiny(), 8, 128, seed=seed) for seed in range(3)]
     before = reserved_anew()
     expected = on_device(wide(), batches, **setting)
     needs = torch.cuda.max_memory_reserved() - before
-    with at_most(reserved_anew() + needs + needs // 10):
+    with at_most(reserved_anew() + needs + SLACK_BYTES):
         require_near(on_device(wide(), batches, **setting), expected)
 
 
@@ -91,7 +96,7 @@ def test_a_step_that_auto_settings_can_save_is_tried_again() -> None:
     expected = on_device(wide(), batches, **frugal)
     needs = torch.cuda.max_memory_reserved() - before
     generous: dict[str, Any] = {"micro_batch_size": 2, "kept_graphs": "auto", "resident_layers": "auto"}
-    with at_most(reserved_anew() + needs + needs // 4):
+    with at_most(reserved_anew() + needs + SLACK_BYTES):
         require_near(on_device(wide(), batches, **generous), expected)
 
 

@@ -175,6 +175,7 @@ LEVERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # what inductor would rather use
 @pytest.mark.parametrize("lever", LEVERS, ids=str)
 @pytest.mark.parametrize("micro_rows", [None, MICRO_ROWS])
 def test_levers_change_nothing_but_rounding(lever: dict[str, Any], micro_rows: int | None) -> None:
