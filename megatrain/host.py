@@ -94,7 +94,7 @@ class Arena:
 
 def _forget_the_error() -> None:
     """CUDA hands it to the next kernel besides, whose work has nothing to do with it: so that is one of no use."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
 
