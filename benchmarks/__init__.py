@@ -12,7 +12,7 @@
     python -m benchmarks.dashboard_overhead   step time of a run that is watched, beside one that is not
 
 machine     the machine in words, without its name        peers/      the engine and all others, one step each
-shapes      Llama shapes, models and batches              turns       A B A B timing, and what is made of it
+shapes      Llama shapes and batches; models: of these    turns       A B A B timing, and what is made of it
 parity      tiny models: same losses, norms and weights   bounds      which resource a step's model says is the limit
 link        both directions over the engine's own lanes   budget      what still fits into the time
 virtual     many layers in the host storage of a few      deep        a model at some depth, and whether it fits

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.shapes import Shape, make_model
+from benchmarks.models import make_model
+from benchmarks.shapes import Shape
 from benchmarks.table import Cell, table
 from megatrain.anatomy.kernels import BACKENDS, TORCH, attention_by, rehearsed
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.agreement import agreement
 from benchmarks.apart import Apart, ContenderError
+from benchmarks.models import step_flops
 from benchmarks.peers import PLAIN
 from benchmarks.peers.contender import Task
-from benchmarks.shapes import step_flops
 from benchmarks.turns import Timing, ratios, take_turns, warm_up
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.attention import catch_up, layer_of, layer_run
-from benchmarks.shapes import Shape, step_flops
+from benchmarks.models import step_flops
+from benchmarks.shapes import Shape
 from benchmarks.table import Cell, table
 
 

@@ -27,9 +27,10 @@ from tqdm import tqdm
 from benchmarks.agreement import OURS_ALLOWED
 from benchmarks.cpu import RESULTS
 from benchmarks.machine import describe, in_words, slug
+from benchmarks.models import make_model
 from benchmarks.peers.ours import Ours, make_ours
 from benchmarks.resident import PeakRss, settled_rss_bytes
-from benchmarks.shapes import TINY, Shape, batches, make_model
+from benchmarks.shapes import TINY, Shape, batches
 from benchmarks.table import Cell, table
 from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
 from megatrain import EngineConfig

@@ -1,16 +1,15 @@
-"""Llama shapes as randomly initialised models, and batches to train them on."""
+"""Llama shapes, and batches to train models of such shapes on: a process that only names one need not load models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.anatomy.arithmetic import arithmetic
-from megatrain.anatomy.structure import find_layers
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 Batch = dict[str, torch.Tensor]
 
@@ -43,6 +42,8 @@ class Shape:
         return self.layers * self.layer_parameters + self.shell_parameters
 
     def config(self) -> LlamaConfig:
+        from transformers import LlamaConfig
+
         return LlamaConfig(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -63,28 +64,6 @@ LLAMA = {
     "8b": Shape(4096, 32, 32, 8, 14_336, 128_256),
 }
 TINY = Shape(64, 4, 4, 2, 128, 256)
-
-
-def make_model(shape: Shape, dtype: torch.dtype, made_on: str = "cpu") -> Any:
-    """A model in host memory, the same at every call. A card, where there is one, fills billions of weights faster."""
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(made_on):
-            model = LlamaForCausalLM(shape.config()).train()
-    finally:
-        torch.set_default_dtype(default)
-    model.to("cpu")
-    torch.cuda.empty_cache()  # the engine is to find the card as free as it is
-    return model
-
-
-def step_flops(shape: Shape, rows: int, tokens: int) -> int:
-    """Model FLOPs of a training step, as the engine counts its own."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(shape.config())
-    return arithmetic(model, find_layers(model)).flops([tokens] * rows)
 
 
 def batches(vocab: int, rows: int, tokens: int, seed: int = 0) -> Iterator[Batch]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks.bounds import Rates, predict
+from benchmarks.models import make_model
 from benchmarks.peers import OURS, PLAIN
 from benchmarks.peers.contender import MAX_GRAD_NORM, Contender
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import Plain
-from benchmarks.shapes import Shape, batches, make_model
+from benchmarks.shapes import Shape, batches
 from benchmarks.turns import Timing, take_turns, warm_up, worst_difference
 from megatrain import AdamWConfig, EngineConfig, StreamingEngine
 from megatrain.config import Device, Dtype

@@ -31,11 +31,12 @@ from benchmarks import (
 from benchmarks.bounds import Rates, predict
 from benchmarks.budget import Budget
 from benchmarks.dashboard_overhead import Pair
+from benchmarks.models import make_model
 from benchmarks.peers import OURS, PEERS, PLAIN
 from benchmarks.peers.contender import Contender
 from benchmarks.peers.plain import Plain
 from benchmarks.report import Report
-from benchmarks.shapes import LLAMA, TINY, batches, make_model
+from benchmarks.shapes import LLAMA, TINY, batches
 from benchmarks.table import table
 from benchmarks.turns import Timing, ratios, take_turns, warm_up, worst_difference
 from benchmarks.watched import Block, Drawing

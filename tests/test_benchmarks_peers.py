@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks import adamw
 from benchmarks.apart import Apart
+from benchmarks.models import step_flops
 from benchmarks.peers import PEERS, ZERO3, fsdp2, ours, plain
 from benchmarks.peers.contender import Contender, Task
-from benchmarks.shapes import TINY, step_flops
+from benchmarks.shapes import TINY
 
 DTYPES = ("float32", "bfloat16")
 STEPS = 4

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import each_pair
 from families import build
 from pairs import batches_for, engine_config, outcome, require_same
 from torch.nn.functional import dropout, scaled_dot_product_attention
@@ -118,9 +119,10 @@ def test_it_may_be_reused_twice() -> None:
 # ---- in the engine ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [None, 2])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "qwen3_next"])
+FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "qwen3_next"]
+
+
+@pytest.mark.parametrize(("family", "rows", "dtype"), each_pair(FAMILIES, [None, 2], ["float32", "bfloat16"]))
 def test_no_bit_changes(family: str, rows: int | None, dtype: str) -> None:
     """gpt_oss computes attention that is not fused: nothing of it is kept."""
     require_same_as_computed_again(family, dtype=dtype, micro_batch_size=rows)

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from jupyter_client.manager import start_new_kernel
 from pairs import LR, engine_config
 from reference import make_batch
 from tiny_models import tiny
@@ -160,6 +159,8 @@ def test_it_outlives_the_process_that_started_it(folder: Path) -> None:
 
 
 def test_it_outlives_the_restart_of_a_notebook_kernel(folder: Path) -> None:
+    from jupyter_client.manager import start_new_kernel  # every run of this module is a process that imports it
+
     manager, client = start_new_kernel()
     try:
         reply = client.execute_interactive(starter(folder), timeout=TIMEOUT_S, output_hook=lambda _: None)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from benchmarks.shapes import Batch, Shape, batches, make_model
+from benchmarks.shapes import Batch, Shape, batches
 from megatrain.config import Dtype, OptimizerOverlap
 
 MAX_GRAD_NORM = 1.0
@@ -35,10 +35,6 @@ class Task:
     @property
     def torch_dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
-
-    def model(self) -> Any:
-        """In float32, the same for all."""
-        return make_model(self.shape, torch.float32, self.device)
 
     def data(self) -> Iterator[Batch]:
         return batches(self.shape.vocab, self.rows, self.tokens)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from benchmarks.models import model_of
 from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
 from benchmarks.peers.group import join_alone
 
@@ -26,7 +27,7 @@ class Fsdp2(Contender):
     def __init__(self, task: Task) -> None:
         join_alone(task.device)
         self._data, self._device, self._rows = task.data(), task.device, task.micro_batch_size
-        self._model: Any = task.model()
+        self._model: Any = model_of(task)
         checkpoint_layers(self._model)
         _shard(self._model, task.torch_dtype, task.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=task.lr, weight_decay=0.0, fused=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.models import model_of
 from benchmarks.peers.contender import EPS, MAX_GRAD_NORM, Contender, Task
 from benchmarks.pipeline import pipeline
 from benchmarks.shapes import Batch
@@ -74,4 +75,4 @@ def _build(task: Task, kept_graphs: int) -> Ours:
         optimizer_overlap=task.overlap,
         kept_graphs=kept_graphs,
     )
-    return make_ours(task.model(), task.data(), config, task.lr)
+    return make_ours(model_of(task), task.data(), config, task.lr)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.models import model_of
 from benchmarks.peers.contender import EPS, MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
 from benchmarks.shapes import Batch
 
@@ -100,5 +101,5 @@ def build_without_checkpointing(task: Task) -> Plain:
 
 
 def _build(task: Task, *, checkpointing: bool) -> Plain:
-    model, data, dtype, rows = task.model(), task.data(), task.torch_dtype, task.micro_batch_size
+    model, data, dtype, rows = model_of(task), task.data(), task.torch_dtype, task.micro_batch_size
     return Plain(model, data, dtype, task.lr, task.device, rows, checkpointing)

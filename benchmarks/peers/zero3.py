@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.models import model_of
 from benchmarks.peers.contender import MAX_GRAD_NORM, Contender, Task, checkpoint_layers, micro_batches
 from benchmarks.peers.group import join_alone
 from benchmarks.peers.with_deepspeed import deepspeed
@@ -24,7 +25,7 @@ class Zero3(Contender):
         join_alone(task.device)
         self._data, self._device, self._rows = task.data(), task.device, task.micro_batch_size
         self._parts = _parts(task)
-        model = task.model()
+        model = model_of(task)
         checkpoint_layers(model)
         self._engine: Any = deepspeed.initialize(model=model, config=_config(task), dist_init_required=False)[0]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
-import datasets
 from huggingface_hub import is_offline_mode
 
 from megatrain.data.files import (
@@ -210,6 +210,10 @@ def _array_rows(file: Path, bad: _Bad) -> list[Row]:
 
 def _part(rows: Sequence[Row], split: str) -> Sequence[Row]:
     """The slice that `split` means, as `datasets` spells it."""
+    if split == "train":
+        return rows
+    import datasets  # with pandas and Arrow, half a second that runs on other data need not spend
+
     try:
         (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     except (ValueError, AssertionError) as error:
@@ -221,10 +225,12 @@ def _part(rows: Sequence[Row], split: str) -> Sequence[Row]:
 
 def _read(path: str, **arguments: Any) -> Any:
     """Call `datasets.load_dataset`; whatever it raises becomes a ValueError that says what could not be read."""
+    import datasets
+
     files = arguments.get("data_files")
     cache_dir = arguments.pop("cache_dir")
     try:
-        with _quiet_unless_terminal():
+        with _quiet_unless_terminal(datasets):
             return datasets.load_dataset(path, cache_dir=None if cache_dir is None else str(cache_dir), **arguments)
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())
@@ -236,7 +242,7 @@ def _offline(files: object) -> str:
 
 
 @contextmanager
-def _quiet_unless_terminal() -> Iterator[None]:
+def _quiet_unless_terminal(datasets: ModuleType) -> Iterator[None]:
     """Keep `datasets` from drawing progress bars into a log file."""
     quiet = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
     if quiet:

@@ -63,7 +63,21 @@ HIDE = """(hidden) => {
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-DARK = "'apputils:change-theme', {theme: 'JupyterLab Dark'}"
+# Nothing is returned: Playwright would take seconds to copy the widget that a command may resolve to.
+COMMAND = "async ([command, options]) => { await window.jupyterapp.commands.execute(command, options); }"
+
+IN_LAB = "(lab) => location.href.startsWith(lab) && Boolean(window.jupyterapp)"
+
+# Everything that was opened goes with its kernel, and nobody is asked what is to be saved.
+CLEAR = """async () => {
+  delete window.megatrainKernel;
+  const app = window.jupyterapp;
+  if (!app) return;
+  const dark = document.body.dataset.jpThemeLight === "false";
+  if (dark) await app.commands.execute("apputils:change-theme", { theme: "JupyterLab Light" });
+  for (const widget of [...app.shell.widgets("main")]) widget.dispose();
+  await app.serviceManager.sessions.shutdownAll();
+}"""
 
 SCROLL = """(pixels) => {
   const notebook = window.jupyterapp.shell.currentWidget.content;
@@ -80,6 +94,10 @@ class Watch:
         page.on("console", self._console)
         page.on("pageerror", lambda error: self._problem(f"page error: {error}"))
         page.on("request", self._request)
+
+    def forget(self) -> None:
+        self.problems.clear()
+        self.foreign.clear()
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
@@ -104,8 +122,14 @@ class NotebookPage:
         self.watch = Watch(page)
 
     def open_notebook(self, url: str) -> None:
-        self._path = unquote(urlsplit(url).path.split("/tree/" if "/tree/" in url else "/notebooks/")[1])
-        self.page.goto(url)
+        """In a tab of its own where the page is this server's Lab already: it takes long to load."""
+        in_lab = "/lab/tree/" in url
+        start, path = url.split("?")[0].split("/lab/tree/" if in_lab else "/notebooks/")
+        self._path = unquote(path)
+        if in_lab and self.page.evaluate(IN_LAB, f"{start}/lab"):
+            self.command("docmanager:open", path=self._path)
+        else:
+            self.page.goto(url)
         self._wait_until_ready()
 
     def run_all(self, *, wait: bool = True) -> None:
@@ -149,8 +173,12 @@ class NotebookPage:
             assert time.monotonic() < end_s, f"{what or condition}: not within {timeout_s:.0f} s"
             self.page.wait_for_timeout(50)
 
+    def command(self, name: str, **options: str) -> None:
+        """Run a command of JupyterLab or Notebook to its end."""
+        self.page.evaluate(COMMAND, [name, options])
+
     def darken(self) -> None:
-        self.page.evaluate(f"window.jupyterapp.commands.execute({DARK})")
+        self.command("apputils:change-theme", theme="JupyterLab Dark")
 
     def scroll(self, pixels: int) -> None:
         """Scroll the notebook so far down from its top."""
@@ -161,7 +189,7 @@ class NotebookPage:
         self._wait_until_ready()
 
     def save(self) -> None:
-        self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+        self.command("docmanager:save")
 
     def reload(self) -> None:
         """Save and load the page anew: widgets come back only in a saved notebook."""
@@ -173,6 +201,11 @@ class NotebookPage:
         folder = Path(os.environ.get("MEGATRAIN_SCREENSHOTS") or Path(__file__).parents[2] / "runs" / "screenshots")
         self.page.screenshot(path=folder / f"{name}.png")
         return folder / f"{name}.png"
+
+    def clear(self) -> None:
+        """Leave the window as it was before the first notebook."""
+        self.hide(False)
+        self.page.evaluate(CLEAR)
 
     def shut_down_kernel(self) -> None:
         self.page.evaluate("window.jupyterapp?.shell.currentWidget?.sessionContext?.shutdown()")
