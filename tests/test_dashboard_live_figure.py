@@ -33,8 +33,8 @@ def figure(frames: list[Frame]) -> LiveFigure:
     return figure
 
 
-def zoom(**part: Any) -> dict[str, Any]:
-    return {"_js2py_relayout": {"relayout_data": part or ZOOM, "source_view_id": "a"}}
+def zoom() -> dict[str, Any]:
+    return {"_js2py_relayout": {"relayout_data": ZOOM, "source_view_id": "a"}}
 
 
 def answer(figure: LiveFigure) -> dict[str, Any]:
