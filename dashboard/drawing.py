@@ -11,7 +11,7 @@ from dashboard import panels, post_training
 from dashboard.answers import Answers
 from dashboard.axis import Window
 from dashboard.columns import LIVE_BARS, LIVE_SEGMENTS, Frame, make_frame
-from dashboard.figures import forget, layer_at, update_figure
+from dashboard.figures import forget, layer_at
 from dashboard.fold import Fold
 from dashboard.history import History
 from dashboard.layers import LayerRow
@@ -77,6 +77,7 @@ class Drawing:
     def _draw_figure(
         self, history: History, window: Window, status: Status, info: RunInfo | None, rows: tuple[LayerRow, ...]
     ) -> None:
+        looks = self._view.looks  # once: a button that is pressed meanwhile is for the next frame
         self._frame = make_frame(
             history,
             window,
@@ -87,9 +88,8 @@ class Drawing:
             most_segments=LIVE_SEGMENTS,
             rows=rows,
         )
-        with self.figure.writing:
-            update_figure(self.figure, self._frame, whole=self._view.looks != self._looks)
-        self._looks = self._view.looks
+        self.figure.draw(self._frame, whole=looks != self._looks)
+        self._looks = looks
 
     def _draw_held(self, status: Status, history: History) -> None:
         if status.held is not None:

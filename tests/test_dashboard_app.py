@@ -169,6 +169,20 @@ def test_a_click_on_a_bar_fades_other_layers(stage: Stage) -> None:
     assert {round(float(value), 2) for value in figure.data[0].marker.opacity} == {0.13, 1.0}
 
 
+def test_live_pressed_while_a_frame_is_drawn_is_heard_at_the_next(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.tick()
+    figure, live = stage.shown._drawing.figure, stage.shown.controls.buttons["live"]
+    figure.plotly_relayout({"xaxis.range": [3.0, 5.0]})
+    with monkeypatch.context() as patched:
+        patched.setattr(figure, "draw", lambda frame, *, whole: live.click())
+        stage.shown._drawn = None
+        stage.tick()
+    stage.tick()
+    assert figure.layout.xaxis.range[0] == 0
+
+
 # ---- what goes wrong ----
 
 

@@ -119,6 +119,7 @@ class NotebookPage:
 
     def __init__(self, page: Page) -> None:
         self.page = page
+        self.page.set_default_timeout(WAIT_S * 1e3)
         self.watch = Watch(page)
 
     def open_notebook(self, url: str) -> None:
