@@ -34,8 +34,8 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
-unit: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+unit: $(READY)  # with compiled code kept, or each of the processes that tests start would compile all of it anew
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)  ## Beside plain Hugging Face, FSDP2 and DeepSpeed on this machine's CPU, into the README
 	$(BIN)/python -m benchmarks.cpu
