@@ -7,7 +7,7 @@
 
 tests      tests/gpu: parity with plain training, late streams, no hidden wait, memory pressure, runs; eight at once
 sanitizer  CUDA's memcheck over a few steps, where compute-sanitizer is installed
-figures    benchmarks.gpu, into gpu.json and a trace
+figures    benchmarks.gpu, into gpu.json and a trace; some parts into a file of their names
 recorded   benchmarks.recorded, into card.tar.gz
 
 Each stage is a process of its own, whose output goes to a file beside the results, and is ended when the time is over.
@@ -91,7 +91,7 @@ def sanitizer(options: Options, seconds: float) -> Command | str:
 
 def figures(options: Options, seconds: float) -> Command | str:
     words = [sys.executable, "-m", "benchmarks.gpu", "--seconds", f"{seconds - GRACE_S:.0f}"]
-    words += ["--out", str(options.out / "gpu.json"), *_where(options)]
+    words += ["--out", str(options.out / f"{'-'.join(['gpu', *options.parts])}.json"), *_where(options)]
     return Command(words + (["--only", *options.parts] if options.parts else []), {})
 
 

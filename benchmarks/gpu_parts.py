@@ -206,7 +206,7 @@ def run_stream(run: Run) -> None:
 
 
 def run_capped(run: Run) -> None:
-    _stream(run, "capped", [1], cap_bytes=run.sizes.cap_bytes, reserve_s=60)
+    _stream(run, "capped", run.depths, cap_bytes=run.sizes.cap_bytes, reserve_s=60)
 
 
 def _stream(run: Run, part: str, depths: list[int], *, cap_bytes: int | None, reserve_s: float) -> None:
