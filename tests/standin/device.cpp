@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -24,9 +25,17 @@ constexpr int greatest_priority = -5;
 
 // ---- errors ----
 
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+}  // namespace
+
+cudaError_t failed(cudaError_t code) { return last_error = code; }
+
 cudaError_t refuse(cudaError_t code, const std::string& why) {
     std::fprintf(stderr, "stand-in for CUDA: %s\n", why.c_str());
-    return code;
+    return failed(code);
 }
 
 API const char* cudaGetErrorName(cudaError_t) { return "an error of the stand-in for CUDA"; }
@@ -37,8 +46,9 @@ API const char* cudaGetErrorString(cudaError_t code) {
     return text;
 }
 
-API cudaError_t cudaGetLastError() { return cudaSuccess; }
-API cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+// Torch asks after each launch: an error that nobody looked at fails whatever the thread does next.
+API cudaError_t cudaPeekAtLastError() { return last_error; }
+API cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
 // ---- the device ----
 

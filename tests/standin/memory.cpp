@@ -137,9 +137,9 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     std::lock_guard guard(ledger().lock);
     // Torch answers this one itself: it empties its cache and tries again. So nothing is said on stderr.
-    if (ledger().device_bytes + bytes > capacity_bytes()) return cudaErrorMemoryAllocation;
+    if (ledger().device_bytes + bytes > capacity_bytes()) return failed(cudaErrorMemoryAllocation);
     *pointer = fresh_pages(bytes);
-    if (!*pointer) return cudaErrorMemoryAllocation;
+    if (!*pointer) return failed(cudaErrorMemoryAllocation);
     ledger().blocks[at(*pointer)] = {bytes, Kind::device};
     ledger().device_bytes += bytes;
     return cudaSuccess;
@@ -163,7 +163,7 @@ API cudaError_t cudaFree(void* pointer) {
 API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
     std::lock_guard guard(ledger().lock);
     *pointer = fresh_pages(bytes);
-    if (!*pointer) return cudaErrorMemoryAllocation;
+    if (!*pointer) return failed(cudaErrorMemoryAllocation);
     ledger().blocks[at(*pointer)] = {bytes, Kind::pinned};
     return cudaSuccess;
 }

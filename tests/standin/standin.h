@@ -12,7 +12,10 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Refuses a call as CUDA would, by its code; `why` goes to stderr, as torch shows no more than the code.
+// What a call returns that did not succeed. As with CUDA the thread's next question for an error finds it, too.
+cudaError_t failed(cudaError_t code);
+
+// ... one that asked for what is wrong: `why` goes to stderr, as torch shows no more than the code.
 cudaError_t refuse(cudaError_t code, const std::string& why);
 
 // ---- memory.cpp ----

@@ -179,7 +179,7 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 
 API cudaError_t cudaStreamQuery(cudaStream_t handle) {
-    return stream_of(handle).idle() ? cudaSuccess : cudaErrorNotReady;
+    return stream_of(handle).idle() ? cudaSuccess : failed(cudaErrorNotReady);
 }
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
@@ -243,7 +243,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
 
 API cudaError_t cudaEventQuery(cudaEvent_t handle) {
     auto moment = event_of(handle).last;
-    return !moment || moment->reached() ? cudaSuccess : cudaErrorNotReady;
+    return !moment || moment->reached() ? cudaSuccess : failed(cudaErrorNotReady);
 }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -255,7 +255,7 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t e
     const Event &first = event_of(start), &second = event_of(end);
     if (!first.timed || !second.timed || !first.last || !second.last)
         return refuse(cudaErrorInvalidResourceHandle, "the time between events that were not recorded, or not timed");
-    if (!first.last->reached() || !second.last->reached()) return cudaErrorNotReady;
+    if (!first.last->reached() || !second.last->reached()) return failed(cudaErrorNotReady);
     *ms = float(second.last->at_ms() - first.last->at_ms());
     return cudaSuccess;
 }
