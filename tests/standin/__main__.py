@@ -18,6 +18,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from build import RUNTIME, built
+
 from megatrain.native.build import BuildError
 
 TESTS = Path(__file__).parents[1]
@@ -26,14 +28,13 @@ TESTS = Path(__file__).parents[1]
 def main() -> None:
     command = parsed()
     try:
-        from build import DRIVER, RUNTIME, built
-
         folder = built()
     except BuildError as error:
-        sys.exit(f"{error}")
-    assert (folder / DRIVER).exists()
-    environment = surroundings(os.environ, folder, folder / RUNTIME)
-    os.execvpe(command[0], command, environment)
+        sys.exit(str(error))
+    try:
+        os.execvpe(command[0], command, surroundings(os.environ, folder))
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 def parsed() -> list[str]:
@@ -44,7 +45,7 @@ def parsed() -> list[str]:
     return words
 
 
-def surroundings(given: Mapping[str, str], folder: Path, runtime: Path) -> dict[str, str]:
+def surroundings(given: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment in which a process, and all that it starts, finds the stand-in where it looks for CUDA."""
 
     def first(path: Path | str, name: str) -> str:
@@ -52,7 +53,7 @@ def surroundings(given: Mapping[str, str], folder: Path, runtime: Path) -> dict[
 
     return {
         **given,
-        "LD_PRELOAD": first(runtime, "LD_PRELOAD"),
+        "LD_PRELOAD": first(folder / RUNTIME, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": first(folder, "LD_LIBRARY_PATH"),
         "PYTHONPATH": first(TESTS, "PYTHONPATH"),
         "PYTEST_PLUGINS": ",".join(["standin.plugin", *filter(None, [given.get("PYTEST_PLUGINS")])]),

@@ -39,8 +39,7 @@ def headers() -> list[str]:
     if torch.version.cuda is None:
         raise BuildError(
             f"torch {torch.__version__} of this Python is built for CPUs, and the stand-in runs a torch that is built "
-            "for CUDA 13: pip install 'torch==2.11.*' --index-url https://download.pytorch.org/whl/cu130, "
-            "in an environment of its own"
+            "for CUDA 13: install one in an environment of its own (https://pytorch.org/get-started/previous-versions)"
         )
     found = [folder_of("cuda_runtime_api.h", "nvidia-cuda-runtime"), folder_of("crt/host_defines.h", "triton")]
     return [part for folder in found for part in ("-isystem", str(folder))]

@@ -37,7 +37,7 @@ SUCCEEDS(cublasSetWorkspace_v2)
 SUCCEEDS(cublasSetMathMode)
 SUCCEEDS(cublasSetPointerMode_v2)
 
-// ---- products ----
+// ---- products and triangular systems ----
 
 SUCCEEDS(cublasSgemm_v2)
 SUCCEEDS(cublasDgemm_v2)
@@ -51,6 +51,10 @@ SUCCEEDS(cublasDgemv_v2)
 SUCCEEDS(cublasSdot_v2)
 SUCCEEDS(cublasDdot_v2)
 SUCCEEDS(cublasDotEx)
+SUCCEEDS(cublasStrsm_v2)
+SUCCEEDS(cublasDtrsm_v2)
+SUCCEEDS(cublasStrsmBatched)
+SUCCEEDS(cublasDtrsmBatched)
 
 // ---- cublasLt ----
 

@@ -22,6 +22,8 @@ COMPUTED = re.compile(r"\b(loss|norm|grad_norm|gap|equal|require_near|expected|d
 COMPARISONS = ("/torch/testing/", "/tests/pairs.py")
 BEYOND = {
     "test_it_generates_what_the_whole_model_does": "a kernel would say that a sequence has ended: it goes on for ever",
+    "[jetmoe]": "how many tokens an expert gets is a number of a kernel's, and the size of a tensor",
+    "[longcat_flash]": "which experts have tokens is a kernel's number, and how many the size of a tensor",
     "[cudnn": "cuDNN itself looks for a card",
     "test_the_fastest_kernel_is_measured_and_kept": "kernels that do nothing take no time",
     "test_calls_of_the_driver_in_a_steady_step": "CUPTI, which counts the calls, looks for a card",
@@ -43,7 +45,6 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and call.excinfo is not None and by_numbers(call.excinfo):
         report.outcome, report.longrepr = "passed", None
-
         report.user_properties.append((NOT_LOOKED_AT, call.excinfo.exconly()[:200]))
     return report
 
