@@ -39,6 +39,10 @@ def a_refused_loss() -> None:
     raise LaneError("the host lane failed") from NonFiniteError("the loss is not finite")
 
 
+def nothing_counted() -> None:
+    assert 1 / 0
+
+
 def too_many_bytes() -> None:
     held, most = 2, 1
     assert held <= most
@@ -48,7 +52,7 @@ def a_refused_copy() -> None:
     raise RuntimeError("CUDA error: invalid argument")
 
 
-@pytest.mark.parametrize("failing", [other_bits, tensors_apart, another_loss, a_refused_loss])
+@pytest.mark.parametrize("failing", [other_bits, tensors_apart, another_loss, a_refused_loss, nothing_counted])
 def test_what_only_numbers_failed_is_not_looked_at(failing: Callable[[], None]) -> None:
     assert by_numbers(raised(failing))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,9 +62,12 @@ def warm(setting: dict[str, Any]) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def waits_are_errors() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+def waits_made(mode: Literal["error", "warn"]) -> Iterator[None]:
+    """torch warns once that this is a prototype: as an error that would leave the mode on for all tests to come."""
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode(mode)
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -73,7 +76,7 @@ def waits_are_errors() -> Iterator[None]:
 def test_a_wait_would_be_an_error() -> None:
     """Without this the next test would say nothing."""
     number = torch.ones((), device="cuda")
-    with waits_are_errors(), pytest.raises(RuntimeError, match="synchroniz"):
+    with waits_made("error"), pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
 
 
@@ -82,12 +85,9 @@ def test_no_operation_of_ours_waits_for_the_device(setting: dict[str, Any]) -> N
     """transformers does, where it looks whether a mask can be left out: in the shell, and in no layer."""
     with warm(setting) as step, warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        with waits_made("warn"):
             for _ in range(STEADY):
                 step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     places = Counter(f"{wait.filename}:{wait.lineno}" for wait in waits if "synchroniz" in str(wait.message))
     assert {place: count for place, count in places.items() if TRANSFORMERS not in place} == {}
     assert not any("modeling_" in place for place in places), places

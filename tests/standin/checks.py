@@ -6,7 +6,7 @@ python tests/standin -- python -m pytest tests/standin/checks.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -19,6 +19,17 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_name() != "Stand-in for CUDA",
     reason="runs on the stand-in: python tests/standin -- …",
 )
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_left() -> Iterator[None]:
+    yield
+    with suppress(RuntimeError):
+        launch()
+
+
+def launch() -> None:
+    torch.zeros(1, device="cuda")
 
 
 @pytest.fixture
@@ -102,6 +113,13 @@ def test_registrations_are_kept_count_of(host: Tensor) -> None:
         assert register(host) == ALREADY_REGISTERED
     assert not host.is_pinned()
     assert unregister(host) == NOT_REGISTERED
+
+
+def test_an_error_that_nobody_looked_at_fails_the_next_kernel(host: Tensor) -> None:
+    assert unregister(host) == NOT_REGISTERED
+    with pytest.raises(RuntimeError, match=f"code {NOT_REGISTERED}"):
+        launch()
+    launch()
 
 
 def test_memory_of_the_card_ends() -> None:

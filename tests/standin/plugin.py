@@ -4,7 +4,8 @@ A test passes as "numbers not looked at" (n) when what failed it is one of these
 
 - an AssertionError raised in torch.testing or in tests/pairs.py, which compare with plain training;
 - an AssertionError of another line of the tests that speaks of what kernels compute (`COMPUTED`);
-- megatrain's NonFiniteError, also as what stopped a lane: a loss, norm or gradient that no kernel wrote was refused.
+- megatrain's NonFiniteError, also as what stopped a lane: a loss, norm or gradient that no kernel wrote was refused;
+- a ZeroDivisionError: what a kernel should have counted is the divisor.
 
 What needs more than a stand-in can give is skipped by name, with the reason (`BEYOND`).
 """
@@ -18,7 +19,7 @@ import pytest
 
 from megatrain.executor import NonFiniteError
 
-COMPUTED = re.compile(r"\b(loss|norm|grad_norm|gap|equal|require_near|expected|differing|isfinite)\b")
+COMPUTED = re.compile(r"\b(loss|norm|grad_norm|gap|equal|require_near|expected|differing|isfinite|squares)\b")
 COMPARISONS = ("/torch/testing/", "/tests/pairs.py")
 BEYOND = {
     "test_it_generates_what_the_whole_model_does": "a kernel would say that a sequence has ended: it goes on for ever",
@@ -58,7 +59,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 def by_numbers(found: pytest.ExceptionInfo[BaseException]) -> bool:
     """Whether nothing but numbers failed the test."""
     if not isinstance(found.value, AssertionError):
-        return any(isinstance(error, NonFiniteError) for error in causes(found.value))
+        return any(isinstance(error, (NonFiniteError, ZeroDivisionError)) for error in causes(found.value))
     line = found.traceback[-1]
     if any(part in str(line.path) for part in COMPARISONS):
         return True
