@@ -6,6 +6,7 @@ for the pipeline; `schedule` for the order of operations, `executor` for what ea
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -277,8 +278,9 @@ class StreamingEngine:
                 lowered = self._room.tighten(choice)
                 if lowered is None:
                     raise
-                log.warning("step %d is tried again, %s: %s", self._step, lowered, error)
+                log.warning("step %d is tried again, %s: %s", self._step, lowered, str(error))
                 self._executor.set_random_states(before)
+            gc.collect()  # an error and the frames it came through refer to each other, and they to the device's memory
 
     def _settle(self, cut: Batch, rows: int | None) -> Choice:
         """Make room for a batch."""

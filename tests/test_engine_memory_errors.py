@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
@@ -14,6 +15,7 @@ from pairs import engine_config
 from reference import Batch, make_batch
 
 from megatrain import AdamWConfig, StreamingEngine
+from megatrain.anatomy import Saved
 from megatrain.engine import DeviceMemoryError
 from megatrain.lanes import LaneError
 
@@ -180,3 +182,22 @@ def test_a_card_that_failed_does_not_keep_the_engine_from_closing(monkeypatch: p
     engine._executor._device = torch.device("cuda")
     engine.close()
     assert model(**make_batch(model)).loss.isfinite()
+
+
+def test_a_step_that_is_tried_again_holds_nothing_of_the_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd saved refers to its graph, that to hooks, and an error to all frames that it came through."""
+    saved: list[weakref.ref[Saved]] = []
+
+    class Watched(Saved):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            saved.append(weakref.ref(self))
+
+    monkeypatch.setattr("megatrain.executor.parts.Saved", Watched)
+    calls = iter(range(10**9))
+    failures = failing(monkeypatch, "the head", lambda: next(calls) == 0)
+    with engine_for(kept_graphs=3, micro_batch_size=2) as engine:
+        assert engine.step(BATCHES[0]).skipped is None
+    assert failures == [1]
+    assert len(saved) > 9
+    assert [each for each in saved if each() is not None] == []

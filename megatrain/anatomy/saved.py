@@ -48,7 +48,7 @@ class Saved:
         if storage not in self._known:
             self._known.add(storage)
             self.nbytes += tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # itself, an output would hold its own graph, which nobody could free without backward
 
     def _unpack(self, packed: torch.Tensor | _Place) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

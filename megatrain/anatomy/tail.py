@@ -75,7 +75,7 @@ class _Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.needed = len(self.operations)
-        return tensor
+        return tensor.detach()  # itself, an output would hold its own graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not _OF_AUTOGRAD:
