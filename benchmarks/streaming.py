@@ -70,11 +70,15 @@ class Workload:
 
 @dataclass
 class Peaks:
-    """Most device memory in use during each contender's turns."""
+    """Most device memory in use during each contender's turns, from now on: models are made on a card, too."""
 
     device: str
     engine: StreamingEngine | None = None
     bytes_of: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def note(self, name: str) -> None:
         if self.device == "cuda":
@@ -131,8 +135,8 @@ def measure(
         contenders = {str(case): Ours(engine, work.data(case.tokens), case.depth) for case in fitting}
         by_name = {str(case): case for case in fitting}
         timings: dict[str, Timing] = {}
-        peaks = Peaks(work.device, engine)
         warm_up(contenders[str(fitting[0])], 2)  # kernels are chosen, and moments first touched
+        peaks = Peaks(work.device, engine)
 
         def on_turn(name: str) -> None:
             peaks.note(name)
