@@ -274,6 +274,7 @@ class Executor:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a card that has failed does nothing any more, and says so once more
                 torch.cuda.synchronize(self._device)
+            torch._C._cuda_clearCublasWorkspaces()  # of up to 32 MiB for each stream that ever was
 
     # ---- issuing ----
 
