@@ -274,7 +274,7 @@ class Executor:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a card that has failed does nothing any more, and says so once more
                 torch.cuda.synchronize(self._device)
-            torch._C._cuda_clearCublasWorkspaces()  # of up to 32 MiB for each stream that ever was
+                _forget_workspaces()
 
     # ---- issuing ----
 
@@ -699,6 +699,13 @@ class Executor:
                     'the layers after it already were (optimizer_overlap="backward"); go back to a saved model, or '
                     'train with optimizer_overlap="forward" and max_grad_norm, which applies all or nothing'
                 )
+
+
+def _forget_workspaces() -> None:
+    """cuBLAS keeps up to 32 MiB for each stream that ever was; torch has no public way to let go of them."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def _place(op: Op) -> tuple[int, int]:

@@ -151,6 +151,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of a card, and when its memory goes."""
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("rest"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: said.append("cuBLAS"), raising=False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("empty cache"))
     monkeypatch.setattr("megatrain.slots.BufferPool.clear", lambda pool, step: said.append(pool.kind))
     monkeypatch.setattr("megatrain.host.HostStore.close", lambda host: said.append("host"))
@@ -161,7 +162,7 @@ def test_a_card_rests_before_host_memory_is_unpinned(said: list[str]) -> None:
     engine = engine_for()
     engine._executor._device = torch.device("cuda")
     engine.close()
-    assert said == ["rest", "host"]
+    assert said == ["rest", "cuBLAS", "host"]
 
 
 def test_a_card_rests_before_its_buffers_are_freed(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_a_card_rests_before_its_buffers_are_freed(said: list[str], monkeypatch:
         engine._executor._device = torch.device("cuda")
         monkeypatch.setattr(engine._executor, "_start_lanes", lambda: None)
         engine._executor.restart(0)
-        assert said == ["rest", "weights", "gradients", "optimizer", "empty cache"]
+        assert said == ["rest", "cuBLAS", "weights", "gradients", "optimizer", "empty cache"]
 
 
 def test_a_card_that_failed_does_not_keep_the_engine_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
