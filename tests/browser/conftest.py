@@ -38,20 +38,16 @@ def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
-@pytest.fixture(scope="session")
-def window(chromium: Browser) -> Iterator[NotebookPage]:
-    """For all tests: to load JupyterLab takes longer than most of them."""
-    with chromium.new_context() as context:
-        yield NotebookPage(context.new_page())
-
-
 @pytest.fixture
-def notebook(window: NotebookPage, server: LabServer) -> Iterator[NotebookPage]:
-    """A window without tabs. What its console complains of, and every request to elsewhere, fails the test."""
-    window.page.set_viewport_size({"width": 1400, "height": 1000})
-    window.watch.forget()
-    yield window
-    problems = list(window.watch.problems)  # pages complain of a kernel that is ended under them: that is no news
-    window.clear()
-    assert not problems, "\n".join(problems)
-    assert not window.watch.foreign, "\n".join(window.watch.foreign)
+def notebook(chromium: Browser, server: LabServer) -> Iterator[NotebookPage]:
+    """A fresh browser window. What its console complains of, and every request to elsewhere, fails the test.
+
+    One window for all tests would load Lab once; in one run of five a notebook then lost its session in mid-test.
+    """
+    with chromium.new_context(viewport={"width": 1400, "height": 1000}) as context:
+        page = NotebookPage(context.new_page())
+        yield page
+        problems = list(page.watch.problems)  # pages complain of a kernel that is ended under them: that is no news
+        page.clear()
+        assert not problems, "\n".join(problems)
+        assert not page.watch.foreign, "\n".join(page.watch.foreign)

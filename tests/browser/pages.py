@@ -70,11 +70,8 @@ IN_LAB = "(lab) => location.href.startsWith(lab) && Boolean(window.jupyterapp)"
 
 # Everything that was opened goes with its kernel, and nobody is asked what is to be saved.
 CLEAR = """async () => {
-  delete window.megatrainKernel;
   const app = window.jupyterapp;
   if (!app) return;
-  const dark = document.body.dataset.jpThemeLight === "false";
-  if (dark) await app.commands.execute("apputils:change-theme", { theme: "JupyterLab Light" });
   for (const widget of [...app.shell.widgets("main")]) widget.dispose();
   await app.serviceManager.sessions.shutdownAll();
 }"""
@@ -94,10 +91,6 @@ class Watch:
         page.on("console", self._console)
         page.on("pageerror", lambda error: self._problem(f"page error: {error}"))
         page.on("request", self._request)
-
-    def forget(self) -> None:
-        self.problems.clear()
-        self.foreign.clear()
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
@@ -204,8 +197,7 @@ class NotebookPage:
         return folder / f"{name}.png"
 
     def clear(self) -> None:
-        """Leave the window as it was before the first notebook."""
-        self.hide(False)
+        """Close every notebook and end its kernel."""
         self.page.evaluate(CLEAR)
 
     def shut_down_kernel(self) -> None:

@@ -28,7 +28,7 @@ IN_A_THREAD = "thread = threading.Thread(target=beat)\nthread.start()"
 BLOCK = "thread.join()\nprint(len(answered), 'answered while the cell ran')"
 
 
-@pytest.mark.parametrize("client", ["notebook 7", "lab"])  # the window stays in Lab for the tests that follow
+@pytest.mark.parametrize("client", ["notebook 7", "lab"])
 def test_answers_come_while_a_cell_runs_also_when_all_cells_are_run_at_once(
     client: str, notebook: NotebookPage, server: LabServer
 ) -> None:
