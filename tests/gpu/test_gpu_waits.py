@@ -121,6 +121,7 @@ def asked_for() -> dict[str, int]:
 def test_calls_of_the_driver_in_a_steady_step(setting: dict[str, Any]) -> None:
     """Of all threads, as CUPTI saw them, but for what the profiler itself does at its ends."""
     with warm(setting) as step:
+        assert any(asks_for_nothing(step) for _ in range(WINDOWS))
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(STEADY):
                 step()
